@@ -1,0 +1,118 @@
+"""Dtypes of storage, compute and gradient reduction, as FSDP2 policies instead of autocast."""
+
+import contextlib
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.utilities import GradClipAlgorithmType
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from precision_plugins.activation_checkpointing import ActivationCheckpointing
+
+PrecisionName = Literal["32-true", "bf16-true", "bf16-mixed"]
+GradientClipper = Callable[[Optimizer, float, GradClipAlgorithmType, float], None]
+
+
+class TitanPrecision(Precision):
+    """The dtype policy of a sharded model.
+
+    ============  ===========  =======  ====================
+    precision     parameters   compute  gradient reduction
+    ============  ===========  =======  ====================
+    32-true       float32      float32  float32
+    bf16-mixed    float32      bfloat16 float32
+    bf16-true     bfloat16     bfloat16 float32
+    ============  ===========  =======  ====================
+
+    Buffers keep the dtype the model gave them (rotary tables stay float32), and so does what a module computes in a
+    dtype of its own choice.
+
+    Args:
+        precision: One of the names in the table.
+        activation_checkpointing: What each block keeps for its backward pass.
+        gradient_norm_type: Order of the gradient norm that is logged and clipped by: 2, or infinity (`.inf` in YAML).
+    """
+
+    def __init__(
+        self,
+        precision: PrecisionName = "bf16-mixed",
+        activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing(),
+        gradient_norm_type: float = 2.0,
+    ) -> None:
+        if precision not in ("32-true", "bf16-true", "bf16-mixed"):
+            raise ValueError(f"precision={precision!r}: valid values are '32-true', 'bf16-true' and 'bf16-mixed'.")
+        if gradient_norm_type not in (2.0, float("inf")):
+            raise ValueError(f"gradient_norm_type={gradient_norm_type!r}: valid values are 2.0 and infinity.")
+        self.precision: PrecisionName = precision  # type: ignore[assignment]
+        self.activation_checkpointing = activation_checkpointing
+        self.gradient_norm_type = float(gradient_norm_type)
+        self._clip: GradientClipper | None = None
+
+    @property
+    def storage_dtype(self) -> torch.dtype:
+        """Dtype of the parameters and of the optimizer's state."""
+        return torch.bfloat16 if self.precision == "bf16-true" else torch.float32
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Dtype of the parameters while a module runs."""
+        return torch.float32 if self.precision == "32-true" else torch.bfloat16
+
+    def fsdp_policy(self, cast_inputs: bool) -> MixedPrecisionPolicy:
+        """The policy of one FSDP2 unit.
+
+        Args:
+            cast_inputs: Whether floating-point inputs of the unit are cast to the compute dtype. Off inside a model
+                that passes float32 tables between its modules.
+        """
+        if self.precision == "32-true":
+            return MixedPrecisionPolicy()
+        return MixedPrecisionPolicy(
+            param_dtype=self.compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=cast_inputs
+        )
+
+    @override
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Give the parameters (not the buffers) the storage dtype, in place: tied parameters stay tied."""
+        if self.storage_dtype != torch.float32:
+            for parameter in module.parameters():
+                if parameter.is_floating_point():
+                    parameter.data = parameter.data.to(self.storage_dtype)
+        return module
+
+    def apply_to_blocks(self, blocks: Sequence[nn.Module]) -> None:
+        """Change how the repeated blocks run; called after every swap and before FSDP2."""
+        self.activation_checkpointing.apply(blocks)
+
+    def use_gradient_clipper(self, clip: GradientClipper) -> None:
+        """Take the function that clips over the whole mesh; the strategy hands it in, for it alone knows the mesh."""
+        self._clip = clip
+
+    @override
+    def clip_gradients(
+        self,
+        optimizer: Optimizer,
+        clip_val: int | float = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        """Clip the gradients of `optimizer` over all ranks; a `clip_val` of 0 only measures the norm."""
+        if self._clip is None:
+            raise RuntimeError(
+                "TitanPrecision clips through TitanStrategy; with another strategy use Trainer(precision=...) instead."
+            )
+        self._clip(optimizer, clip_val, GradClipAlgorithmType(gradient_clip_algorithm), self.gradient_norm_type)
+
+    @override
+    @contextlib.contextmanager
+    def forward_context(self) -> Generator[None, None, None]:
+        """Nothing around the step: the dtypes are the FSDP2 policy's business, not autocast's."""
+        yield
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {}

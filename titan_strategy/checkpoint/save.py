@@ -1,0 +1,78 @@
+"""Writing checkpoints."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from lightning.fabric.plugins import CheckpointIO
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from titan_strategy.checkpoint.directory import META, prepare, publish, rank_file, staging
+
+
+def optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """The state of `optimizer` by flat names (`state.<parameter>.<entry>`), tensors sharded as their parameters are.
+
+    Flat names do not depend on how parameters are spread over optimizers and ranks.
+    """
+    return get_optimizer_state_dict(module, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
+
+
+def save_sharded(path: Path, checkpoint: dict[str, Any], rng: dict[str, Any]) -> None:
+    """Write a checkpoint directory; returns when it is complete under its name. Call it on every rank.
+
+    Args:
+        path: The directory to make; an existing checkpoint is replaced once the new one is complete.
+        checkpoint: Lightning's checkpoint. Its state dicts hold this rank's shards; of the rest, rank 0's is written.
+        rng: State of this rank's random number generators.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    optimizers = checkpoint.get("optimizer_states")
+    tensors = {"state_dict": checkpoint["state_dict"]}
+    tensors |= {f"optimizer_{index}": state for index, state in enumerate(optimizers or ())}
+    meta = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+    meta["titan_strategy"] = {"world_size": world_size, "optimizers": None if optimizers is None else len(optimizers)}
+    if rank == 0:
+        prepare(path)
+    dist.barrier()
+    dcp.save(tensors, checkpoint_id=staging(path))
+    torch.save({"rng": rng, "loaders": loader_states(checkpoint)}, staging(path) / rank_file(rank))
+    if rank == 0:
+        torch.save(meta, staging(path) / META)
+    dist.barrier()
+    if rank == 0:
+        publish(path)
+    dist.barrier()
+
+
+def save_file(path: Path, checkpoint: dict[str, Any], checkpoint_io: CheckpointIO) -> None:
+    """Gather everything on rank 0 and write it as one file through `checkpoint_io`. Call it on every rank."""
+    full = {**checkpoint, "state_dict": _gather(checkpoint["state_dict"])}
+    if "optimizer_states" in checkpoint:
+        full["optimizer_states"] = [_gather(state) for state in checkpoint["optimizer_states"]]
+    if dist.get_rank() == 0:
+        checkpoint_io.save_checkpoint(full, staging(path))
+        os.replace(staging(path), path)
+    dist.barrier()
+
+
+def loader_states(checkpoint: dict[str, Any]) -> list[Any] | None:
+    """The states of the training data loaders in a Lightning checkpoint, which are this rank's own."""
+    return checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).get("combined_loader")
+
+
+def _gather(state: dict[str, Any]) -> dict[str, Any]:
+    """Full tensors in host memory on rank 0; the other ranks take part and keep nothing."""
+    gathered = {}
+    for name, value in state.items():
+        if isinstance(value, DTensor):
+            value = value.full_tensor()
+        if dist.get_rank() == 0:
+            gathered[name] = value.cpu() if isinstance(value, Tensor) else value
+    return gathered

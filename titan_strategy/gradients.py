@@ -1,0 +1,87 @@
+"""Gradients over the whole mesh: one global norm, clipping, and the exact division by tokens."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+
+@torch.no_grad()
+def global_norm(parameters: Iterable[nn.Parameter], norm_type: float, device: torch.device) -> Tensor:
+    """Norm over all gradients of the model, the same on every rank.
+
+    Computed in float32 whatever the gradients' dtype, because a bfloat16 sum depends on where the tensor was cut.
+
+    Args:
+        parameters: Parameters whose `.grad` counts; replicated ones count once.
+        norm_type: 2.0 or infinity.
+        device: Where the result is wanted (the gradients may be offloaded).
+
+    Returns:
+        A float32 scalar; 0 when there is no gradient.
+    """
+    groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            groups[_sharding_groups(parameter.grad)].append(_local(parameter.grad))
+    infinite = norm_type == float("inf")
+    parts = []
+    for shard_groups, gradients in groups.items():
+        part = _power_sum([g for g in gradients if g.numel()], norm_type, device)
+        for group in shard_groups:
+            dist.all_reduce(part, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=group)
+        parts.append(part)
+    if not parts:
+        return torch.zeros((), device=device)
+    stacked = torch.stack(parts)
+    return stacked.max() if infinite else stacked.sum().pow(1 / norm_type)
+
+
+@torch.no_grad()
+def clip_by_norm(parameters: Sequence[nn.Parameter], norm: Tensor, max_norm: float) -> None:
+    """Scale the gradients by `min(1, max_norm / (norm + 1e-6))`, the formula of `torch.nn.utils.clip_grad_norm_`."""
+    scale_gradients(parameters, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+
+
+@torch.no_grad()
+def clip_by_value(parameters: Sequence[nn.Parameter], limit: float) -> None:
+    """Clamp every element of the gradients to [-limit, limit]."""
+    gradients = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    if gradients:
+        torch._foreach_clamp_min_(gradients, -limit)
+        torch._foreach_clamp_max_(gradients, limit)
+
+
+@torch.no_grad()
+def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
+    """Multiply the gradients by a scalar tensor, without reading it on the host."""
+    by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            by_device[_local(parameter.grad).device].append(_local(parameter.grad))
+    for device, gradients in by_device.items():
+        torch._foreach_mul_(gradients, factor.to(device))
+
+
+def _power_sum(gradients: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    """Sum of |g|^p over local tensors, or their maximum for the infinity norm; float32 scalar on `device`."""
+    if not gradients:
+        return torch.zeros((), device=device)
+    # torch.nn.utils.get_total_norm, the public entry to this kernel, has no way to ask for float32 accumulation.
+    norms = torch.stack([n.to(device) for n in torch._foreach_norm(gradients, norm_type, dtype=torch.float32)])
+    return norms.max() if norm_type == float("inf") else norms.pow(norm_type).sum()
+
+
+def _sharding_groups(gradient: Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """The process groups over which the parts of a gradient lie; empty for one that every rank holds whole."""
+    if not isinstance(gradient, DTensor):
+        return ()
+    mesh = gradient.device_mesh
+    return tuple(mesh.get_group(axis) for axis, p in enumerate(gradient.placements) if isinstance(p, Shard))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

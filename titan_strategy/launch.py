@@ -1,0 +1,76 @@
+"""Starting the processes of a run, after checking everything that can be checked without them."""
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE
+
+# Lightning's launchers have private names, but they are the only ones: its own strategies use these two as well.
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
+from typing_extensions import override
+
+from titan_strategy.checkpoint import check_complete
+from titan_strategy.module import TitanModule
+
+if TYPE_CHECKING:
+    from titan_strategy.strategy import TitanStrategy
+
+StartMethod = Literal["popen", "spawn", "fork", "auto"]
+
+
+def check_start_method(start_method: StartMethod) -> StartMethod:
+    """Return `start_method` if it is one, else raise ValueError."""
+    if start_method not in get_args(StartMethod):
+        raise ValueError(f"start_method={start_method!r}: valid values are {', '.join(map(repr, get_args(StartMethod)))}.")
+    return start_method
+
+
+def make_launcher(strategy: "TitanStrategy", start_method: StartMethod) -> _Launcher | None:
+    """The launcher for a run, or None when this process is all of it."""
+    environment = strategy.cluster_environment
+    assert environment is not None
+    if strategy.num_processes * strategy.num_nodes == 1 and not environment.creates_processes_externally:
+        return None
+    if start_method == "auto":
+        start_method = "fork" if _IS_INTERACTIVE and not environment.creates_processes_externally else "popen"
+    if start_method == "popen":
+        return ScriptLauncher(environment, strategy.num_processes, strategy.num_nodes)
+    return ProcessLauncher(strategy, start_method)
+
+
+def preflight(trainer: pl.Trainer, module: pl.LightningModule, ckpt_path: str | Path | None = None) -> None:
+    """Raise for everything that is known to fail, before any process waits for another."""
+    if ckpt_path not in (None, "best", "last", "hpc", "registry"):
+        check_complete(Path(ckpt_path))
+    if isinstance(module, TitanModule):
+        module.check_setup(trainer, getattr(trainer, "datamodule", None))
+
+
+class ScriptLauncher(_SubprocessScriptLauncher):
+    """Runs the script again for each further rank."""
+
+    @override
+    def launch(self, function: Callable, *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
+        _preflight_of_call(function, args, kwargs, trainer)
+        return super().launch(function, *args, trainer=trainer, **kwargs)
+
+
+class ProcessLauncher(_MultiProcessingLauncher):
+    """Forks or spawns the ranks; the trained weights come back to the process that called the trainer."""
+
+    @override
+    def launch(self, function: Callable, *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
+        _preflight_of_call(function, args, kwargs, trainer)
+        return super().launch(function, *args, trainer=trainer, **kwargs)
+
+
+def _preflight_of_call(function: Callable, args: Any, kwargs: Any, trainer: pl.Trainer | None) -> None:
+    if trainer is None:
+        return
+    arguments = inspect.signature(function).bind(*args, **kwargs).arguments
+    module = arguments.get("model") or trainer.lightning_module
+    preflight(trainer, module, arguments.get("ckpt_path"))

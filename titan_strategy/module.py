@@ -1,0 +1,95 @@
+"""`TitanModule`: a LightningModule that declares its inputs and a per-token loss, and gets exact numbers for it."""
+
+from typing import Any
+
+import lightning.pytorch as pl
+from torch import Tensor, nn
+from typing_extensions import override
+
+from titan_strategy.metrics import Perplexity, TokenMean
+from titan_strategy.plan import ParallelPlan
+
+
+class TitanModule(pl.LightningModule):
+    """A model trained by the sum of a loss over tokens.
+
+    A subclass builds `self.model` in `configure_model()` (on the meta device; the strategy splits and fills it) and
+    declares `model_inputs` and `token_loss`. Training, validation, test and prediction steps follow from these.
+
+    Under `TitanStrategy` the gradient of an optimizer step is exactly that of one process: the sum of the loss over
+    all its ranks and microbatches, divided once by the number of valid tokens among them. Under any other strategy
+    the steps work too, with Lightning's own averaging over ranks and microbatches.
+
+    Logged: `train/loss` (nats per token, over the whole optimizer step), `val/loss`, `val/perplexity`,
+    `val/token_accuracy`, and the same for `test`.
+    """
+
+    model: nn.Module | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = None
+        self.val_metrics = _evaluation_metrics()
+        self.test_metrics = _evaluation_metrics()
+
+    def model_inputs(self, batch: Any) -> tuple[Tensor, ...]:
+        """The positional arguments of `self.model`, each with the batch dimension first."""
+        raise NotImplementedError(f"{type(self).__name__} must define model_inputs(batch).")
+
+    def token_loss(self, output: Any, batch: Any) -> tuple[Tensor, Tensor]:
+        """Loss summed over the valid tokens of `batch` (float32 scalar) and their number (integer scalar)."""
+        raise NotImplementedError(f"{type(self).__name__} must define token_loss(output, batch).")
+
+    def token_hits(self, output: Any, batch: Any) -> Tensor | None:
+        """How many valid tokens `output` predicts right (scalar), or None where that has no meaning."""
+        return None
+
+    def parallel_plan(self) -> ParallelPlan | None:
+        """How `self.model` can be split; by default what the model itself says."""
+        own = getattr(self.model, "parallel_plan", None)
+        return own() if own is not None else None
+
+    def check_setup(self, trainer: pl.Trainer, datamodule: pl.LightningDataModule | None) -> None:
+        """Raise ValueError for what cannot work. Called before processes start, when no model exists yet."""
+
+    @override
+    def forward(self, *inputs: Tensor) -> Any:
+        assert self.model is not None, "configure_model() has not run yet"
+        return self.model(*inputs)
+
+    @override
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        """Returns `loss` (mean per token of this batch), `loss_sum` and `token_count`.
+
+        An override returns what this method returned, or a dict that holds these three.
+        """
+        loss_sum, token_count = self.token_loss(self(*self.model_inputs(batch)), batch)
+        return {"loss": loss_sum / token_count.clamp(min=1), "loss_sum": loss_sum, "token_count": token_count}
+
+    @override
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self._evaluation_step(batch, "val", self.val_metrics)
+
+    @override
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self._evaluation_step(batch, "test", self.test_metrics)
+
+    @override
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self(*self.model_inputs(batch))
+
+    def _evaluation_step(self, batch: Any, stage: str, metrics: nn.ModuleDict) -> None:
+        output = self(*self.model_inputs(batch))
+        loss_sum, token_count = self.token_loss(output, batch)
+        metrics["loss"].update(loss_sum, token_count)
+        metrics["perplexity"].update(loss_sum, token_count)
+        self.log(f"{stage}/loss", metrics["loss"], prog_bar=True, on_step=False, on_epoch=True, batch_size=1)
+        self.log(f"{stage}/perplexity", metrics["perplexity"], on_step=False, on_epoch=True, batch_size=1)
+        hits = self.token_hits(output, batch)
+        if hits is not None:
+            metrics["token_accuracy"].update(hits, token_count)
+            self.log(f"{stage}/token_accuracy", metrics["token_accuracy"], on_step=False, on_epoch=True, batch_size=1)
+
+
+def _evaluation_metrics() -> nn.ModuleDict:
+    return nn.ModuleDict({"loss": TokenMean(), "perplexity": Perplexity(), "token_accuracy": TokenMean()})
