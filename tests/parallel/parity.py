@@ -1,0 +1,265 @@
+"""One training run in some layout, and the same run as a plain PyTorch loop in one process: the oracle.
+
+The oracle shares with the strategy nothing but the initial weights, the data and the definition of the loss.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from models import Transformer, TransformerConfig
+from tests.rank_pool import ExternalRanks
+from titan_strategy import TitanModule, TitanStrategy
+from titan_strategy.materialize import materialize
+
+VOCABULARY, SEQUENCE, ROWS = 53, 8, 8
+SEED = 7
+Trace = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run does, apart from its layout."""
+
+    microbatches: int = 5
+    accumulate: int = 1
+    clip: float | None = None
+    clip_algorithm: Literal["norm", "value"] = "norm"
+    optimizer: Literal["sgd", "adamw"] = "sgd"
+    tied: bool = False
+    microbatch_rows: int = ROWS  # over all data ranks
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How many ranks a run has and what the strategy is told."""
+
+    ranks: int
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def config(tied: bool) -> TransformerConfig:
+    return TransformerConfig(
+        vocab_size=VOCABULARY,
+        dim=32,
+        n_layers=4,
+        n_heads=4,
+        n_kv_heads=2,
+        ffn_dim=48,
+        max_sequence_length=SEQUENCE,
+        tie_embeddings=tied,
+    )
+
+
+def microbatch(index: int, rows: int = ROWS) -> dict[str, Tensor]:
+    """Rows with very different numbers of valid tokens; some rows have none."""
+    generator = torch.Generator().manual_seed(index)
+    stream = torch.randint(0, VOCABULARY, (rows, SEQUENCE + 1), generator=generator)
+    labels = stream[:, 1:].clone()
+    keep = torch.randint(0, SEQUENCE + 1, (rows, 1), generator=generator)
+    labels[torch.arange(SEQUENCE) >= keep] = -100
+    return {"tokens": stream[:, :-1], "labels": labels}
+
+
+def token_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100, reduction="sum")
+    return loss, (labels != -100).sum()
+
+
+class Microbatches(IterableDataset):
+    """The rows of each global microbatch that one data rank reads."""
+
+    def __init__(self, count: int, rows: int, rank: int, ranks: int, first: int = 0) -> None:
+        self.first, self.count, self.rows, self.rank, self.ranks = first, count, rows, rank, ranks
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        share = self.rows // self.ranks
+        for index in range(self.first, self.first + self.count):
+            yield {k: v[self.rank * share :][:share] for k, v in microbatch(index, self.rows).items()}
+
+
+class Module(TitanModule):
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self.run = run
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.model = Transformer(config(self.run.tied))
+
+    def model_inputs(self, batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        return (batch["tokens"],)
+
+    def token_loss(self, output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return token_loss(output, batch["labels"])
+
+    def token_hits(self, output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        return (output.argmax(-1) == batch["labels"]).sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return make_optimizer(self.parameters(), self.run)
+
+    def train_dataloader(self) -> DataLoader:
+        return self._loader(self.run.microbatches, first=0)
+
+    def val_dataloader(self) -> DataLoader:
+        return self._loader(3, first=1000)
+
+    def _loader(self, count: int, first: int) -> DataLoader:
+        coordinate = self.trainer.strategy.distributed_sampler_kwargs
+        rows = Microbatches(count, self.run.microbatch_rows, coordinate["rank"], coordinate["num_replicas"], first)
+        return DataLoader(rows, batch_size=None)
+
+
+def make_optimizer(parameters: Any, run: Run) -> torch.optim.Optimizer:
+    if run.optimizer == "sgd":
+        return torch.optim.SGD(parameters, lr=0.5, momentum=0.9)
+    # At the default eps, Adam turns the rounding noise of a gradient near zero into a step of full size.
+    return torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.1, eps=1e-6)
+
+
+class Recorder(pl.Callback):
+    """Full tensors on every rank, so that a missing or extra rank in a collective shows at once."""
+
+    def __init__(self) -> None:
+        self.trace: Trace = {"gradients": [], "loss": [], "norm": []}
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.trace["initial"] = full_parameters(pl_module.model)
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+        self.trace["gradients"].append({n: full(p.grad) for n, p in pl_module.model.named_parameters()})
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        if trainer.global_step > len(self.trace["loss"]):
+            self.trace["loss"].append(trainer.callback_metrics["train/loss"].item())
+            self.trace["norm"].append(trainer.callback_metrics["train/grad_norm"].item())
+
+
+def train(run: Run, options: dict[str, Any], trainer_options: dict[str, Any] | None = None) -> Trace:
+    """Run on this process's rank of the pool; every rank returns the same trace if all is well."""
+    world_size = ExternalRanks().world_size()
+    strategy = TitanStrategy(
+        cluster_environment=ExternalRanks(),
+        parallel_devices=[torch.device("cpu")] * world_size,
+        seed=SEED,
+        **options,
+    )
+    recorder = Recorder()
+    trainer = quiet_trainer(
+        strategy,
+        world_size,
+        max_epochs=1,
+        accumulate_grad_batches=run.accumulate,
+        gradient_clip_val=run.clip,
+        gradient_clip_algorithm=run.clip_algorithm if run.clip else None,
+        callbacks=[recorder],
+        **(trainer_options or {}),
+    )
+    module = Module(run)
+    trainer.fit(module)
+    trace = recorder.trace
+    trace["final"] = full_parameters(module.model)
+    trace["validation"] = {k: v.item() for k, v in trainer.callback_metrics.items() if k.startswith("val/")}
+    return trace
+
+
+def quiet_trainer(strategy: Any, devices: int, **options: Any) -> pl.Trainer:
+    defaults = {"logger": False, "enable_checkpointing": False, "num_sanity_val_steps": 0, "log_every_n_steps": 1}
+    return pl.Trainer(
+        accelerator="cpu",
+        devices=devices,
+        strategy=strategy,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        **(defaults | options),
+    )
+
+
+def oracle(run: Run) -> Trace:
+    """The same run in one process, in plain PyTorch."""
+    model = initial_model(run.tied)
+    optimizer = make_optimizer(model.parameters(), run)
+    trace: Trace = {"gradients": [], "loss": [], "norm": [], "initial": full_parameters(model)}
+    for start in range(0, run.microbatches, run.accumulate):
+        window = range(start, min(start + run.accumulate, run.microbatches))
+        batches = [microbatch(index, run.microbatch_rows) for index in window]
+        rows = {key: torch.cat([batch[key] for batch in batches]) for key in ("tokens", "labels")}
+        loss_sum, tokens = token_loss(model(rows["tokens"]), rows["labels"])
+        (loss_sum / tokens).backward()
+        trace["loss"].append((loss_sum / tokens).item())
+        trace["gradients"].append({name: p.grad.clone() for name, p in model.named_parameters()})
+        gradients = [p.grad for p in model.parameters()]
+        trace["norm"].append(torch.nn.utils.get_total_norm(gradients).item())
+        if run.clip and run.clip_algorithm == "norm":
+            torch.nn.utils.clip_grad_norm_(model.parameters(), run.clip)
+        elif run.clip:
+            torch.nn.utils.clip_grad_value_(model.parameters(), run.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    trace["final"] = full_parameters(model)
+    trace["validation"] = evaluate(model, run)
+    return trace
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, run: Run) -> dict[str, float]:
+    batches = [microbatch(index, run.microbatch_rows) for index in range(1000, 1003)]
+    rows = {key: torch.cat([batch[key] for batch in batches]) for key in ("tokens", "labels")}
+    logits = model(rows["tokens"])
+    loss_sum, tokens = token_loss(logits, rows["labels"])
+    hits = (logits.argmax(-1) == rows["labels"]).sum()
+    loss = (loss_sum / tokens).item()
+    return {
+        "val/loss": loss,
+        "val/perplexity": torch.tensor(loss).exp().item(),
+        "val/token_accuracy": (hits / tokens).item(),
+    }
+
+
+def initial_model(tied: bool) -> nn.Module:
+    module = nn.Module()  # names are relative to the LightningModule: "model...."
+    with torch.device("meta"):
+        module.model = Transformer(config(tied))
+    materialize(module, torch.device("cpu"), torch.device("cpu"), SEED)
+    return module.model
+
+
+def full(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def full_parameters(model: nn.Module) -> dict[str, Tensor]:
+    return {name: full(parameter) for name, parameter in model.named_parameters()}
+
+
+def relative_difference(found: Tensor, expected: Tensor) -> float:
+    """Norm of the difference over the norm of what is expected."""
+    return ((found - expected).norm() / expected.norm().clamp(min=1e-12)).item()
+
+
+def assert_equal(found: Trace, expected: Trace, tolerance: float) -> None:
+    """Compare initial weights (bitwise), every step's gradients, norm and loss, the final weights and validation."""
+    assert found["initial"].keys() == expected["initial"].keys()
+    for name, value in expected["initial"].items():
+        assert torch.equal(found["initial"][name], value), f"initial {name} differs"
+    assert len(found["loss"]) == len(expected["loss"])
+    for step, gradients in enumerate(expected["gradients"]):
+        for name, value in gradients.items():
+            difference = relative_difference(found["gradients"][step][name], value)
+            assert difference < tolerance, f"gradient of {name} in step {step} differs by {difference:.2e}"
+    for key in ("loss", "norm"):
+        torch.testing.assert_close(torch.tensor(found[key]), torch.tensor(expected[key]), rtol=tolerance, atol=0)
+    for name, value in expected["final"].items():
+        difference = relative_difference(found["final"][name], value)
+        assert difference < tolerance, f"final {name} differs by {difference:.2e}"
+    for name, number in expected["validation"].items():
+        assert abs(found["validation"][name] - number) <= tolerance * abs(number), name
