@@ -11,9 +11,11 @@ from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 # Lightning's launchers have private names, but they are the only ones: its own strategies use these two as well.
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
 from typing_extensions import override
 
-from titan_strategy.checkpoint import check_complete
+from titan_strategy.checkpoint import check_complete, gather
 from titan_strategy.module import TitanModule
 
 if TYPE_CHECKING:
@@ -66,6 +68,27 @@ class ProcessLauncher(_MultiProcessingLauncher):
     def launch(self, function: Callable, *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         _preflight_of_call(function, args, kwargs, trainer)
         return super().launch(function, *args, trainer=trainer, **kwargs)
+
+    @override
+    def _collect_rank_zero_results(self, trainer: pl.Trainer, results: Any) -> Any:
+        """Runs on every rank. The parent process cannot hold shards, so after training they are gathered."""
+        if trainer.state.fn != TrainerFn.FITTING:
+            return super()._collect_rank_zero_results(trainer, results)
+        hook = trainer.lightning_module.register_state_dict_post_hook(_gather_shards)
+        try:
+            return super()._collect_rank_zero_results(trainer, results)
+        finally:
+            hook.remove()
+
+    @override
+    def _recover_results_in_main_process(self, worker_output: Any, trainer: pl.Trainer) -> None:
+        if worker_output.weights_path is not None:
+            trainer.lightning_module.configure_model()  # here, too, it builds the model only if there is none
+        super()._recover_results_in_main_process(worker_output, trainer)
+
+
+def _gather_shards(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
+    state.update(gather(state))
 
 
 def _preflight_of_call(function: Callable, args: Any, kwargs: Any, trainer: pl.Trainer | None) -> None:

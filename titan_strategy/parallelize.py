@@ -102,5 +102,6 @@ def _place_the_rest(module: pl.LightningModule, device: torch.device, data_group
     for child in module.modules():
         if isinstance(child, Metric):
             child.to(device)
+            child.reset()  # spawned ranks would otherwise share the memory of their counters
             if child.process_group is None:
                 child.process_group = data_group

@@ -2,11 +2,12 @@
 
 from titan_strategy.checkpoint.directory import CheckpointError, check_complete, local_path, remove
 from titan_strategy.checkpoint.load import load_optimizer, load_weights, read
-from titan_strategy.checkpoint.save import optimizer_state, save_file, save_sharded
+from titan_strategy.checkpoint.save import gather, optimizer_state, save_file, save_sharded
 
 __all__ = [
     "CheckpointError",
     "check_complete",
+    "gather",
     "load_optimizer",
     "load_weights",
     "local_path",

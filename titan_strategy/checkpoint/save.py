@@ -53,9 +53,9 @@ def save_sharded(path: Path, checkpoint: dict[str, Any], rng: dict[str, Any]) ->
 
 def save_file(path: Path, checkpoint: dict[str, Any], checkpoint_io: CheckpointIO) -> None:
     """Gather everything on rank 0 and write it as one file through `checkpoint_io`. Call it on every rank."""
-    full = {**checkpoint, "state_dict": _gather(checkpoint["state_dict"])}
+    full = {**checkpoint, "state_dict": gather(checkpoint["state_dict"])}
     if "optimizer_states" in checkpoint:
-        full["optimizer_states"] = [_gather(state) for state in checkpoint["optimizer_states"]]
+        full["optimizer_states"] = [gather(state) for state in checkpoint["optimizer_states"]]
     if dist.get_rank() == 0:
         checkpoint_io.save_checkpoint(full, staging(path))
         os.replace(staging(path), path)
@@ -67,7 +67,7 @@ def loader_states(checkpoint: dict[str, Any]) -> list[Any] | None:
     return checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).get("combined_loader")
 
 
-def _gather(state: dict[str, Any]) -> dict[str, Any]:
+def gather(state: dict[str, Any]) -> dict[str, Any]:
     """Full tensors in host memory on rank 0; the other ranks take part and keep nothing."""
     gathered = {}
     for name, value in state.items():

@@ -1,0 +1,19 @@
+"""A Llama-style language model, its LightningModule and its text data."""
+
+from models.causal_lm import AdamWConfig, CausalLM
+from models.config import RopeScaling, TransformerConfig
+from models.data import TextDataModule
+from models.generate import generate
+from models.schedules import LearningRateSchedule
+from models.transformer import Transformer
+
+__all__ = [
+    "AdamWConfig",
+    "CausalLM",
+    "LearningRateSchedule",
+    "RopeScaling",
+    "TextDataModule",
+    "Transformer",
+    "TransformerConfig",
+    "generate",
+]
