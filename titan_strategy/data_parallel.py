@@ -111,6 +111,13 @@ def sum_gradients(root: nn.Module) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
+def reshard(root: nn.Module) -> None:
+    """Free what is gathered. A forward without a backward leaves the last units gathered, in their compute dtype."""
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def _matches(root: nn.Module, patterns: Sequence[str], argument: str) -> tuple[nn.Module, ...]:
     return tuple(module for pattern in patterns for module in match_modules(root, pattern, argument).values())
 

@@ -24,7 +24,7 @@ from typing_extensions import override
 from precision_plugins import TitanPrecision
 from titan_strategy import checkpoint as ckpt
 from titan_strategy import distributed, gradients, launch
-from titan_strategy.data_parallel import ReshardPolicy
+from titan_strategy.data_parallel import ReshardPolicy, reshard
 from titan_strategy.mesh import ParallelMesh, ParallelSizes
 from titan_strategy.module import TitanModule
 from titan_strategy.parallelize import parallelize
@@ -299,6 +299,25 @@ class TitanStrategy(ParallelStrategy):
             gradients.clip_by_norm(parameters, norm, limit)
         elif limit > 0:
             gradients.clip_by_value(parameters, limit)
+
+    # -- Evaluation ----------------------------------------------------------------------------------------------------
+
+    @override
+    def on_validation_end(self) -> None:
+        self._reshard()
+
+    @override
+    def on_test_end(self) -> None:
+        self._reshard()
+
+    @override
+    def on_predict_end(self) -> None:
+        self._reshard()
+
+    def _reshard(self) -> None:
+        """Whoever looks at the parameters next finds the shards, in their storage dtype."""
+        assert self._fsdp_root is not None
+        reshard(self._fsdp_root)
 
     # -- Collectives ---------------------------------------------------------------------------------------------------
 

@@ -184,15 +184,15 @@ def quiet_trainer(strategy: Any, devices: int, **options: Any) -> pl.Trainer:
     )
 
 
-def oracle(run: Run) -> Trace:
+def oracle(run: Run, device: torch.device = torch.device("cpu")) -> Trace:
     """The same run in one process, in plain PyTorch."""
-    model = initial_model(run.tied)
+    model = initial_model(run.tied, device)
     optimizer = make_optimizer(model.parameters(), run)
     trace: Trace = {"gradients": [], "loss": [], "norm": [], "initial": full_parameters(model)}
     for start in range(0, run.microbatches, run.accumulate):
         window = range(start, min(start + run.accumulate, run.microbatches))
         batches = [microbatch(index, run.microbatch_rows) for index in window]
-        rows = {key: torch.cat([batch[key] for batch in batches]) for key in ("tokens", "labels")}
+        rows = {key: torch.cat([batch[key] for batch in batches]).to(device) for key in ("tokens", "labels")}
         loss_sum, tokens = token_loss(model(rows["tokens"]), rows["labels"])
         (loss_sum / tokens).backward()
         trace["loss"].append((loss_sum / tokens).item())
@@ -206,14 +206,14 @@ def oracle(run: Run) -> Trace:
         optimizer.step()
         optimizer.zero_grad()
     trace["final"] = full_parameters(model)
-    trace["validation"] = evaluate(model, run)
+    trace["validation"] = evaluate(model, run, device)
     return trace
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, run: Run) -> dict[str, float]:
+def evaluate(model: nn.Module, run: Run, device: torch.device) -> dict[str, float]:
     batches = [microbatch(index, run.microbatch_rows) for index in range(1000, 1003)]
-    rows = {key: torch.cat([batch[key] for batch in batches]) for key in ("tokens", "labels")}
+    rows = {key: torch.cat([batch[key] for batch in batches]).to(device) for key in ("tokens", "labels")}
     logits = model(rows["tokens"])
     loss_sum, tokens = token_loss(logits, rows["labels"])
     hits = (logits.argmax(-1) == rows["labels"]).sum()
@@ -225,11 +225,11 @@ def evaluate(model: nn.Module, run: Run) -> dict[str, float]:
     }
 
 
-def initial_model(tied: bool) -> nn.Module:
+def initial_model(tied: bool, device: torch.device) -> nn.Module:
     module = nn.Module()  # names are relative to the LightningModule: "model...."
     with torch.device("meta"):
         module.model = Transformer(config(tied))
-    materialize(module, torch.device("cpu"), torch.device("cpu"), SEED)
+    materialize(module, device, device, SEED)
     return module.model
 
 
