@@ -3,10 +3,11 @@
 from lightning.pytorch.strategies import StrategyRegistry
 
 from titan_strategy.module import TitanModule
+from titan_strategy.pipeline_split import PipelineConfig
 from titan_strategy.plan import ParallelPlan
 from titan_strategy.strategy import TitanStrategy
 
-__all__ = ["ParallelPlan", "TitanModule", "TitanStrategy"]
+__all__ = ["ParallelPlan", "PipelineConfig", "TitanModule", "TitanStrategy"]
 
 if "titan" not in StrategyRegistry:
     StrategyRegistry.register("titan", TitanStrategy, description="FSDP2 and HSDP with exact token-normalised losses")

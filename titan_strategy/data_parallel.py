@@ -1,7 +1,7 @@
 """FSDP2 and HSDP: which modules form a unit, and when a unit is gathered and freed again."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import nn
@@ -23,6 +23,12 @@ class Units:
     after: tuple[nn.Module, ...]
     tied: bool = False
 
+    def within(self, root: nn.Module) -> "Units":
+        """Those that are left of a model after its division into pipeline stages."""
+        left = set(root.modules())
+        kept = {key: tuple(m for m in getattr(self, key) if m in left) for key in ("before", "blocks", "after")}
+        return replace(self, **kept)
+
 
 def find_units(root: nn.Module, plan: ParallelPlan | None) -> Units:
     """Resolve a plan against the module it describes; without a plan, find the repeated blocks."""
@@ -40,40 +46,39 @@ def find_blocks(root: nn.Module) -> list[nn.Module]:
     """The repeated blocks of a model that has no plan.
 
     These are the children of every outermost container (`ModuleList`, `ModuleDict`, `Sequential`) that holds at least
-    two modules of one class, all with parameters.
+    two modules of one class, all with parameters and a forward of their own.
     """
-    blocks: list[nn.Module] = []
-    for child in root.children():
-        members = list(child.children())
-        same = len(members) > 1 and len({type(member) for member in members}) == 1
-        if same and isinstance(child, nn.ModuleList | nn.ModuleDict | nn.Sequential) and all(map(_has_parameters, members)):
-            blocks += members
-        else:
-            blocks += find_blocks(child)
-    return blocks
+    children = list(root.children())
+    if isinstance(root, nn.ModuleList | nn.ModuleDict | nn.Sequential) and _repeat(children):
+        return children
+    return [block for child in children for block in find_blocks(child)]
 
 
 def apply_fsdp(
-    root: nn.Module,
+    roots: Sequence[nn.Module],
     units: Units,
     mesh: DeviceMesh,
     precision: TitanPrecision,
     reshard_after_forward: ReshardPolicy,
     cpu_offload: bool,
-    has_plan: bool,
+    cast_inside: bool,
 ) -> None:
-    """Shard `root` in place, one unit per entry of `units`, and what is left as the root unit.
+    """Shard a model in place, one unit per entry of `units`, and what is left as the root unit.
 
     Args:
-        root: The module whose forward is the entry point.
+        roots: The modules whose forward is called from outside; several if this rank has several pipeline stages.
         units: What to gather together.
         mesh: 1-D (shard), or 2-D (replicate, shard).
         precision: Gives the dtype policy.
         reshard_after_forward: `"always"` frees every unit after its forward, `"never"` keeps all until the backward;
             `"default"` frees all but the last ones, whose backward comes at once.
         cpu_offload: Keep parameters, gradients and optimizer state in host memory.
-        has_plan: A model with a plan passes float32 tables between its modules, so only its root casts inputs.
+        cast_inside: Whether every unit casts its floating-point inputs to the compute dtype, or the root alone. A model
+            with a plan may pass float32 tables between its modules.
     """
+    gathered_from_root = {"always": True, "never": False, "default": None}[reshard_after_forward]
+    free = reshard_after_forward != "never"
+    free_last = reshard_after_forward == "always"
     offload = CPUOffloadPolicy() if cpu_offload else OffloadPolicy()
 
     def shard(modules: Sequence[nn.Module], reshard: bool | None, cast_inputs: bool) -> None:
@@ -82,18 +87,17 @@ def apply_fsdp(
             policy = precision.fsdp_policy(cast_inputs)
             fully_shard(target, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
 
-    free = reshard_after_forward != "never"
     if units.tied:
-        # Parameters that share storage must lie in one unit.
-        shard((*units.before, *units.after), reshard_after_forward == "always", not has_plan)
+        shard((*units.before, *units.after), free_last, cast_inside)  # what shares storage must lie in one unit
     else:
         for module in units.before:
-            shard([module], free, not has_plan)
+            shard([module], free, cast_inside)
     for block in units.blocks:
-        shard([block], free, not has_plan)
+        shard([block], free, cast_inside)
     if not units.tied:
-        shard(units.after, reshard_after_forward == "always", not has_plan)
-    shard([root], {"always": True, "never": False, "default": None}[reshard_after_forward], cast_inputs=True)
+        shard(units.after, free_last, cast_inside)
+    for root in roots:
+        shard([root], gathered_from_root, cast_inputs=True)
 
 
 def route_steps_through_fsdp(module: nn.Module, methods: Sequence[str]) -> None:
@@ -102,25 +106,39 @@ def route_steps_through_fsdp(module: nn.Module, methods: Sequence[str]) -> None:
         register_fsdp_forward_method(module, method)
 
 
-def sum_gradients(root: nn.Module) -> None:
+def sum_gradients(roots: Sequence[nn.Module]) -> None:
     """Make every reduction a plain sum: the division by the token count is the only scaling there is."""
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            # Without this the factor becomes a pre-multiplied sum, which gloo lacks.
-            module.set_force_sum_reduction_for_comms(True)
+    for module in _fsdp_modules(roots):
+        module.set_gradient_divide_factor(1.0)
+        # Without this the factor becomes a pre-multiplied sum, which gloo lacks.
+        module.set_force_sum_reduction_for_comms(True)
 
 
-def reshard(root: nn.Module) -> None:
+def set_gradient_sync(roots: Sequence[nn.Module], enabled: bool) -> None:
+    """Whether the next backward passes reduce gradients, or keep them on each rank to add the next ones."""
+    for module in _fsdp_modules(roots):
+        module.set_requires_gradient_sync(enabled, recurse=False)
+
+
+def reshard(roots: Sequence[nn.Module]) -> None:
     """Free what is gathered. A forward without a backward leaves the last units gathered, in their compute dtype."""
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    for module in _fsdp_modules(roots):
+        module.reshard()
+
+
+def _fsdp_modules(roots: Sequence[nn.Module]) -> Iterator[FSDPModule]:
+    return (module for root in roots for module in root.modules() if isinstance(module, FSDPModule))
 
 
 def _matches(root: nn.Module, patterns: Sequence[str], argument: str) -> tuple[nn.Module, ...]:
     return tuple(module for pattern in patterns for module in match_modules(root, pattern, argument).values())
 
 
-def _has_parameters(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
+def _repeat(modules: Sequence[nn.Module]) -> bool:
+    """Whether these are at least two modules of one class, each of which can be a unit."""
+    return (
+        len(modules) > 1
+        and len({type(module) for module in modules}) == 1
+        and type(modules[0]).forward is not nn.Module.forward  # a list of lists: the blocks are further down
+        and all(next(module.parameters(), None) is not None for module in modules)
+    )

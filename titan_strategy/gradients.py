@@ -6,11 +6,18 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
+
+from titan_strategy.sharding import local, sharded_dim
 
 
 @torch.no_grad()
-def global_norm(parameters: Iterable[nn.Parameter], norm_type: float, device: torch.device) -> Tensor:
+def global_norm(
+    parameters: Iterable[nn.Parameter],
+    norm_type: float,
+    device: torch.device,
+    stages: dist.ProcessGroup | None = None,
+) -> Tensor:
     """Norm over all gradients of the model, the same on every rank.
 
     Computed in float32 whatever the gradients' dtype, because a bfloat16 sum depends on where the tensor was cut.
@@ -19,6 +26,7 @@ def global_norm(parameters: Iterable[nn.Parameter], norm_type: float, device: to
         parameters: Parameters whose `.grad` counts; replicated ones count once.
         norm_type: 2.0 or infinity.
         device: Where the result is wanted (the gradients may be offloaded).
+        stages: The ranks that hold the other pipeline stages of the model, if there are any.
 
     Returns:
         A float32 scalar; 0 when there is no gradient.
@@ -26,18 +34,18 @@ def global_norm(parameters: Iterable[nn.Parameter], norm_type: float, device: to
     groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
     for parameter in parameters:
         if parameter.grad is not None:
-            groups[_sharding_groups(parameter.grad)].append(_local(parameter.grad))
+            groups[_sharding_groups(parameter.grad)].append(local(parameter.grad))
     infinite = norm_type == float("inf")
-    parts = []
+    combine = dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM
+    total = torch.zeros((), device=device)
     for shard_groups, gradients in groups.items():
         part = _power_sum([g for g in gradients if g.numel()], norm_type, device)
         for group in shard_groups:
-            dist.all_reduce(part, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=group)
-        parts.append(part)
-    if not parts:
-        return torch.zeros((), device=device)
-    stacked = torch.stack(parts)
-    return stacked.max() if infinite else stacked.sum().pow(1 / norm_type)
+            dist.all_reduce(part, combine, group=group)
+        total = torch.maximum(total, part) if infinite else total + part
+    if stages is not None:
+        dist.all_reduce(total, combine, group=stages)
+    return total if infinite else total.pow(1 / norm_type)
 
 
 @torch.no_grad()
@@ -49,7 +57,7 @@ def clip_by_norm(parameters: Sequence[nn.Parameter], norm: Tensor, max_norm: flo
 @torch.no_grad()
 def clip_by_value(parameters: Sequence[nn.Parameter], limit: float) -> None:
     """Clamp every element of the gradients to [-limit, limit]."""
-    gradients = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if gradients:
         torch._foreach_clamp_min_(gradients, -limit)
         torch._foreach_clamp_max_(gradients, limit)
@@ -61,7 +69,7 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
     by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
     for parameter in parameters:
         if parameter.grad is not None:
-            by_device[_local(parameter.grad).device].append(_local(parameter.grad))
+            by_device[local(parameter.grad).device].append(local(parameter.grad))
     for device, gradients in by_device.items():
         torch._foreach_mul_(gradients, factor.to(device))
 
@@ -80,8 +88,4 @@ def _sharding_groups(gradient: Tensor) -> tuple[dist.ProcessGroup, ...]:
     if not isinstance(gradient, DTensor):
         return ()
     mesh = gradient.device_mesh
-    return tuple(mesh.get_group(axis) for axis, p in enumerate(gradient.placements) if isinstance(p, Shard))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tuple(mesh.get_group(axis) for axis, p in enumerate(gradient.placements) if sharded_dim(p) is not None)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterator
 import torch
 from torch import Tensor, nn
 
-from titan_strategy.sharding import copy_full_
+from titan_strategy.sharding import copy_full_, local
 
 
 def materialize(root: nn.Module, device: torch.device, scratch_device: torch.device, seed: int) -> None:
@@ -69,11 +69,11 @@ def _initialise(
         return [_join(name, key) for key, _ in _own_tensors(module)]
     targets = [(part, key, tensor) for part in unit for key, tensor in _own_tensors(part)]
     others = [t for child in module.modules() if child not in unit for _, t in _own_tensors(child)]
-    versions = [other._version for other in others]
+    before = _checksums(others)
     with _full_tensors(targets, scratch_device), _seeded(seed, name, scratch_device):
         initialiser()
         written = [_own_tensor(part, key) for part, key, _ in targets]
-    if versions != [other._version for other in others]:
+    if before != _checksums(others):
         raise RuntimeError(
             f"{type(module).__name__}.{initialiser.__name__}() of {name!r} wrote to the parameters of its children. "
             "It may only write what the module itself owns: each child is initialised by its own method, so that its "
@@ -81,9 +81,12 @@ def _initialise(
         )
     unwritten = []
     for (part, key, target), full in zip(targets, written, strict=True):
+        missing = _holds_marker(full)
+        if missing and part is not module:
+            continue  # it has the value that its own initialiser gave it
         if owners.get(target, part) is part:
             copy_full_(target, full)
-        if _holds_marker(full):
+        if missing:
             unwritten.append(_join(name, key))
     return unwritten
 
@@ -128,11 +131,16 @@ def _marker(dtype: torch.dtype) -> float | int | bool:
 
 
 def _holds_marker(tensor: Tensor) -> bool:
-    if tensor.numel() == 0 or tensor.dtype == torch.bool:
-        return False
+    if tensor.dtype.itemsize == 1 or not tensor.dtype.is_signed:
+        return False  # any value may be meant
     if tensor.is_floating_point() or tensor.is_complex():
         return bool(tensor.isnan().any())
     return bool((tensor == torch.iinfo(tensor.dtype).min).any())
+
+
+def _checksums(tensors: list[Tensor]) -> list[int]:
+    """Of the bytes that this rank holds. Version counters would miss what is written through `tensor.data`."""
+    return [int(local(tensor).detach().reshape(-1).view(torch.uint8).sum()) for tensor in tensors]
 
 
 @contextlib.contextmanager

@@ -1,35 +1,41 @@
 """Sizes of the parallel axes -> the one device mesh of the run. Nothing else in the project creates process groups."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+PIPELINE = "pipeline_parallel"
 REPLICATE = "data_parallel_replicate"
 SHARD = "data_parallel_shard"
 TENSOR = "tensor_parallel"
 DATA = "data_parallel"  # replicate x shard, flattened: the ranks that read different rows
 
+_SHARD_ARGUMENT = "data_parallel_shard_size"
+
 
 @dataclass(frozen=True)
 class ParallelSizes:
-    """Number of ranks along each axis, before the world size is known.
+    """Number of ranks along each axis.
 
     Args:
         shard: Ranks that share one copy of the parameters; `"auto"` takes all ranks that the other axes leave.
         replicate: Number of such copies (more than 1 is HSDP).
+        tensor: Ranks that share each matrix product.
+        pipeline: Ranks among which the layers are divided.
     """
 
     shard: int | Literal["auto"] = "auto"
     replicate: int = 1
+    tensor: int = 1
+    pipeline: int = 1
 
     def __post_init__(self) -> None:
-        if self.replicate == "auto":
-            raise ValueError(
-                "data_parallel_replicate_size='auto': only data_parallel_shard_size can be 'auto'; give a number here."
-            )
-        for argument, size in (("data_parallel_shard_size", self.shard), ("data_parallel_replicate_size", self.replicate)):
+        for argument, size in self._by_argument().items():
+            if size == "auto" and argument != _SHARD_ARGUMENT:
+                raise ValueError(f"{argument}='auto': only {_SHARD_ARGUMENT} can be 'auto'; give a number here.")
             if size != "auto" and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
                 raise ValueError(f"{argument}={size!r}: expected a whole number of at least 1.")
 
@@ -39,29 +45,36 @@ class ParallelSizes:
         Raises:
             ValueError: If they do not; the message gives the valid sizes.
         """
-        if world_size % self.replicate:
+        others = {argument: size for argument, size in self._by_argument().items() if argument != _SHARD_ARGUMENT}
+        product = math.prod(int(size) for size in others.values())
+        shown = " x ".join(f"{argument}={size}" for argument, size in others.items() if size != 1)
+        if world_size % product:
+            valid = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
             raise ValueError(
-                f"data_parallel_replicate_size={self.replicate} does not divide the {world_size} processes of this run "
-                f"(devices x num_nodes). Valid sizes: {', '.join(map(str, _divisors(world_size)))}."
+                f"{shown} does not divide the {world_size} processes of this run (devices x num_nodes): "
+                f"the product must be one of {valid}."
             )
-        fitting = world_size // self.replicate
+        fitting = world_size // product
         if self.shard not in ("auto", fitting):
             raise ValueError(
-                f"data_parallel_shard_size={self.shard} x data_parallel_replicate_size={self.replicate} = "
-                f"{self.shard * self.replicate}, but this run has {world_size} processes (devices x num_nodes). "
-                f"With data_parallel_replicate_size={self.replicate}, data_parallel_shard_size must be {fitting} or 'auto'."
+                f"{_SHARD_ARGUMENT}={self.shard}{' x ' if shown else ''}{shown} makes {self.shard * product} processes, "
+                f"but this run has {world_size} (devices x num_nodes). Here {_SHARD_ARGUMENT} must be {fitting} or 'auto'."
             )
-        return ParallelSizes(shard=fitting, replicate=self.replicate)
+        return replace(self, shard=fitting)
 
-
-def _divisors(number: int) -> list[int]:
-    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+    def _by_argument(self) -> dict[str, int | str]:
+        return {
+            "pipeline_parallel_size": self.pipeline,
+            "data_parallel_replicate_size": self.replicate,
+            _SHARD_ARGUMENT: self.shard,
+            "tensor_parallel_size": self.tensor,
+        }
 
 
 class ParallelMesh:
     """The device mesh of a run and the views of it that the other parts use.
 
-    Axes from the outermost: replicate, shard, tensor. Ranks that differ only in the innermost axis are neighbours.
+    Axes from the outermost: pipeline, replicate, shard, tensor. Ranks that differ only in the innermost are neighbours.
 
     Args:
         sizes: Resolved sizes (no `"auto"`).
@@ -72,7 +85,9 @@ class ParallelMesh:
         assert isinstance(sizes.shard, int), "sizes must be resolved against the world size first"
         self.sizes = sizes
         self.world = init_device_mesh(
-            device_type, (sizes.replicate, sizes.shard, 1), mesh_dim_names=(REPLICATE, SHARD, TENSOR)
+            device_type,
+            (sizes.pipeline, sizes.replicate, sizes.shard, sizes.tensor),
+            mesh_dim_names=(PIPELINE, REPLICATE, SHARD, TENSOR),
         )
         # There is no public way to give a merged axis a name in the mesh itself, which modules written for Lightning's
         # ModelParallelStrategy look up as device_mesh["data_parallel"].
@@ -82,6 +97,16 @@ class ParallelMesh:
     def fsdp(self) -> DeviceMesh:
         """The mesh for `fully_shard`: 1-D, or 2-D (replicate, shard) for HSDP."""
         return self.world[REPLICATE, SHARD] if self.sizes.replicate > 1 else self.world[SHARD]
+
+    @property
+    def tensor(self) -> DeviceMesh:
+        """The ranks that share each matrix product."""
+        return self.world[TENSOR]
+
+    @property
+    def pipeline(self) -> DeviceMesh:
+        """The ranks among which the layers are divided."""
+        return self.world[PIPELINE]
 
     @property
     def data_group(self) -> dist.ProcessGroup:

@@ -1,13 +1,19 @@
 """`TitanModule`: a LightningModule that declares its inputs and a per-token loss, and gets exact numbers for it."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
+import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 from typing_extensions import override
 
 from titan_strategy.metrics import Perplexity, TokenMean
 from titan_strategy.plan import ParallelPlan
+from titan_strategy.tensor_parallel import whole
+
+if TYPE_CHECKING:
+    from titan_strategy.pipeline_parallel import Pipeline
 
 
 class TitanModule(pl.LightningModule):
@@ -29,6 +35,7 @@ class TitanModule(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.model = None
+        self.pipeline: Pipeline | None = None  # set by TitanStrategy
         self.val_metrics = _evaluation_metrics()
         self.test_metrics = _evaluation_metrics()
 
@@ -54,6 +61,9 @@ class TitanModule(pl.LightningModule):
 
     @override
     def forward(self, *inputs: Tensor) -> Any:
+        """The output of the whole model; with pipeline parallelism None except on the ranks of the last stage."""
+        if self.pipeline is not None:
+            return self.pipeline.forward(*inputs)
         assert self.model is not None, "configure_model() has not run yet"
         return self.model(*inputs)
 
@@ -63,7 +73,10 @@ class TitanModule(pl.LightningModule):
 
         An override returns what this method returned, or a dict that holds these three.
         """
+        if self.pipeline is not None:
+            return self.pipeline.train(batch)
         loss_sum, token_count = self.token_loss(self(*self.model_inputs(batch)), batch)
+        loss_sum = whole(loss_sum)
         return {"loss": loss_sum / token_count.clamp(min=1), "loss_sum": loss_sum, "token_count": token_count}
 
     @override
@@ -76,19 +89,33 @@ class TitanModule(pl.LightningModule):
 
     @override
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        return self(*self.model_inputs(batch))
+        """The model's output for this rank's rows, the same on all ranks that share them."""
+        output = tree_map(whole, self(*self.model_inputs(batch)))
+        return output if self.pipeline is None else self.pipeline.objects_from_last_stage(output)
 
     def _evaluation_step(self, batch: Any, stage: str, metrics: nn.ModuleDict) -> None:
-        output = self(*self.model_inputs(batch))
-        loss_sum, token_count = self.token_loss(output, batch)
+        loss_sum, token_count, hits = self._evaluate(batch)
         metrics["loss"].update(loss_sum, token_count)
         metrics["perplexity"].update(loss_sum, token_count)
         self.log(f"{stage}/loss", metrics["loss"], prog_bar=True, on_step=False, on_epoch=True, batch_size=1)
         self.log(f"{stage}/perplexity", metrics["perplexity"], on_step=False, on_epoch=True, batch_size=1)
-        hits = self.token_hits(output, batch)
-        if hits is not None:
+        if self._counts_hits:
             metrics["token_accuracy"].update(hits, token_count)
             self.log(f"{stage}/token_accuracy", metrics["token_accuracy"], on_step=False, on_epoch=True, batch_size=1)
+
+    def _evaluate(self, batch: Any) -> Tensor:
+        """Sum of the loss, number of tokens and number of hits (0 if they are not counted), float64."""
+        output = self(*self.model_inputs(batch))
+        totals = torch.zeros(3, dtype=torch.float64, device=self.device)
+        if self.pipeline is None or self.pipeline.is_last:
+            loss_sum, token_count = self.token_loss(output, batch)
+            hits = self.token_hits(output, batch) if self._counts_hits else None
+            totals = torch.stack([whole(n).double() for n in (loss_sum, token_count, totals[2] if hits is None else hits)])
+        return totals if self.pipeline is None else self.pipeline.from_last_stage(totals)
+
+    @property
+    def _counts_hits(self) -> bool:
+        return type(self).token_hits is not TitanModule.token_hits
 
 
 def _evaluation_metrics() -> nn.ModuleDict:

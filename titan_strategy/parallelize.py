@@ -1,5 +1,6 @@
-"""The order in which a meta model becomes a sharded, initialised one."""
+"""The order in which a meta model becomes a split, sharded and initialised one."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,55 +11,80 @@ from torch import nn
 from torchmetrics import Metric
 
 from precision_plugins import TitanPrecision
-from titan_strategy.data_parallel import ReshardPolicy, apply_fsdp, find_units, route_steps_through_fsdp, sum_gradients
+from titan_strategy.data_parallel import (
+    ReshardPolicy,
+    apply_fsdp,
+    find_units,
+    route_steps_through_fsdp,
+    sum_gradients,
+)
 from titan_strategy.materialize import materialize
 from titan_strategy.mesh import ParallelMesh
 from titan_strategy.module import TitanModule
+from titan_strategy.pipeline_parallel import Pipeline
+from titan_strategy.pipeline_split import PipelineConfig, assign_modules, stage_view
 from titan_strategy.plan import ParallelPlan
+from titan_strategy.tensor_parallel import apply_tensor_parallel, resolve_styles
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the strategy was told to split a model; see the arguments of `TitanStrategy`."""
+
+    mesh: ParallelMesh
+    sequence_parallel: bool
+    loss_parallel: bool
+    pipeline: PipelineConfig
+    reshard_after_forward: ReshardPolicy
+    cpu_offload: bool
 
 
 def parallelize(
     module: pl.LightningModule,
     plan: ParallelPlan | None,
-    mesh: ParallelMesh,
+    layout: Layout,
     precision: TitanPrecision,
     device: torch.device,
     seed: int,
-    reshard_after_forward: ReshardPolicy,
-    cpu_offload: bool,
-) -> nn.Module:
+) -> list[nn.Module]:
     """Turn `module`, built by `configure_model()`, into one that is ready to train, in place.
 
     Args:
         module: The user's LightningModule.
         plan: The plan given to the strategy, relative to `module`; None for the model's own.
-        mesh: The run's mesh.
+        layout: How to split it.
         precision: Decides dtypes and how blocks run.
         device: Where this rank computes.
         seed: Seed of the initial weights, the same on every rank.
-        reshard_after_forward: See `apply_fsdp`.
-        cpu_offload: Keep the parameters in host memory.
 
     Returns:
-        The root of the FSDP2 units.
+        The modules whose forward starts the FSDP2 units: one, or one for each pipeline stage of this rank.
     """
+    mesh = layout.mesh
     _check(module)
     root, plan = _root_and_plan(module, plan)
+    _check_plan(module, plan, layout)
     precision.convert_module(module)
     units = find_units(root, plan)
+    styles = resolve_styles(root, plan) if plan is not None and mesh.sizes.tensor > 1 else {}
+    stages = _divide_into_stages(module, plan, layout, device)
+    units = units.within(module)
+    apply_tensor_parallel(module, styles, mesh.tensor, layout.sequence_parallel, layout.loss_parallel)
     precision.apply_to_blocks(units.blocks)
-    _spread_real_values(root, device)
-    apply_fsdp(root, units, mesh.fsdp, precision, reshard_after_forward, cpu_offload, has_plan=plan is not None)
+    _spread_real_values(module, device)
+    roots = stages or [root]
+    apply_fsdp(
+        roots, units, mesh.fsdp, precision, _reshard_policy(layout), layout.cpu_offload, cast_inside=plan is None
+    )
     if root is module:
         route_steps_through_fsdp(module, [step for step in _STEPS if is_overridden(step, module)])
     if isinstance(module, TitanModule):
-        sum_gradients(root)
-    parameter_device = torch.device("cpu") if cpu_offload else device
-    materialize(module, parameter_device, scratch_device=device, seed=seed)
-    _place_the_rest(module, device, mesh.data_group)
-    return root
+        sum_gradients(roots)
+    materialize(module, torch.device("cpu") if layout.cpu_offload else device, scratch_device=device, seed=seed)
+    _place_metrics(module, device, mesh.data_group)
+    return roots
 
 
 def _check(module: pl.LightningModule) -> None:
@@ -80,12 +106,64 @@ def _check(module: pl.LightningModule) -> None:
 
 def _root_and_plan(module: pl.LightningModule, plan: ParallelPlan | None) -> tuple[nn.Module, ParallelPlan | None]:
     """The module whose forward starts everything, and the plan relative to it."""
-    if plan is not None:
+    if not isinstance(module, TitanModule):
         return module, plan
-    if isinstance(module, TitanModule):
-        assert module.model is not None
-        return module.model, module.parallel_plan()
-    return module, None
+    assert module.model is not None
+    return module.model, module.parallel_plan() if plan is None else plan.relative_to("model")
+
+
+def _check_plan(module: pl.LightningModule, plan: ParallelPlan | None, layout: Layout) -> None:
+    name, sizes = type(module).__name__, layout.mesh.sizes
+    for argument, size in (("tensor_parallel_size", sizes.tensor), ("pipeline_parallel_size", sizes.pipeline)):
+        if size > 1 and plan is None:
+            raise ValueError(
+                f"{argument}={size}: {name} does not say how it can be split. Give its model a parallel_plan() method, or "
+                "the strategy a plan."
+            )
+    if sizes.pipeline == 1:
+        return
+    if not isinstance(module, TitanModule):
+        raise ValueError(
+            f"pipeline_parallel_size={sizes.pipeline}: {name} is not a TitanModule. A pipeline runs forward and backward "
+            "of microbatches in an order of its own, and needs model_inputs() and token_loss() to do so."
+        )
+    assert plan is not None
+    if plan.tied:
+        raise ValueError(
+            f"pipeline_parallel_size={sizes.pipeline}: {' and '.join(plan.tied[0])} share storage, but the first and the "
+            "last pipeline stage hold them apart. Use a model without tied weights, or pipeline_parallel_size=1."
+        )
+
+
+def _divide_into_stages(
+    module: pl.LightningModule, plan: ParallelPlan | None, layout: Layout, device: torch.device
+) -> list[nn.Module]:
+    """Leave in `module.model` what this rank's pipeline stages hold; returns the stages, none without a pipeline."""
+    mesh, config = layout.mesh.pipeline, layout.pipeline
+    if mesh.size() == 1:
+        return []
+    assert isinstance(module, TitanModule) and module.model is not None and plan is not None
+    root = module.model
+    parts = assign_modules(root, plan, config.stages_on_each_of(mesh.size()) * mesh.size(), config)
+    everything = [name for part in parts for name in part]
+    outside = [n for n, _ in root.named_parameters() if not any(n.startswith(f"{name}.") for name in everything)]
+    if outside:
+        raise ValueError(
+            f"pipeline_parallel_size={mesh.size()}: the plan does not place {', '.join(outside[:4])}. Every parameter must "
+            "belong to a block or to a module before or after the blocks."
+        )
+    own = config.stages_of(mesh.get_local_rank(), mesh.size())
+    module.model = stage_view(root, everything, [name for number in own for name in parts[number]])
+    views = {number: stage_view(module.model, everything, parts[number]) for number in own}
+    module.pipeline = Pipeline(module, views, config, mesh, device)
+    return list(views.values())
+
+
+def _reshard_policy(layout: Layout) -> ReshardPolicy:
+    """With a pipeline, freeing after each forward would gather every unit again for each microbatch."""
+    if layout.reshard_after_forward == "default" and layout.mesh.sizes.pipeline > 1:
+        return "never"
+    return layout.reshard_after_forward
 
 
 def _spread_real_values(root: nn.Module, device: torch.device) -> None:
@@ -97,7 +175,7 @@ def _spread_real_values(root: nn.Module, device: torch.device) -> None:
             dist.broadcast(tensor.data, src=0)
 
 
-def _place_the_rest(module: pl.LightningModule, device: torch.device, data_group: dist.ProcessGroup) -> None:
+def _place_metrics(module: pl.LightningModule, device: torch.device, data_group: dist.ProcessGroup) -> None:
     """Metrics live on the device and are reduced over the ranks that see different data."""
     for child in module.modules():
         if isinstance(child, Metric):

@@ -35,6 +35,30 @@ class ParallelPlan:
     experts: str | None = None
     tied: tuple[tuple[str, str], ...] = ()
 
+    def relative_to(self, prefix: str) -> "ParallelPlan":
+        """The same plan with names relative to the child `prefix`.
+
+        Raises:
+            ValueError: If a name lies outside that child.
+        """
+
+        def strip(name: str) -> str:
+            if not name.startswith(f"{prefix}."):
+                raise ValueError(
+                    f"plan: {name!r} does not begin with {prefix!r}. A plan given to the strategy is relative to the "
+                    f"LightningModule, and all that a TitanModule trains is in self.{prefix}."
+                )
+            return name.removeprefix(f"{prefix}.")
+
+        return ParallelPlan(
+            blocks=strip(self.blocks),
+            before=tuple(map(strip, self.before)),
+            after=tuple(map(strip, self.after)),
+            tensor_parallel={strip(name): style for name, style in self.tensor_parallel.items()},
+            experts=None if self.experts is None else strip(self.experts),
+            tied=tuple((strip(first), strip(second)) for first, second in self.tied),
+        )
+
 
 def match_modules(root: nn.Module, pattern: str, argument: str) -> dict[str, nn.Module]:
     """Modules below `root` whose FQN matches `pattern`, in the order of registration.

@@ -2,7 +2,8 @@
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 
 
 def local_part(full: Tensor, like: DTensor) -> Tensor:
@@ -16,20 +17,29 @@ def local_part(full: Tensor, like: DTensor) -> Tensor:
     part = full
     for axis in reversed(range(like.device_mesh.ndim)):
         placement = like.placements[axis]
-        if isinstance(placement, Shard):
-            length = part.size(placement.dim)
+        dim = sharded_dim(placement)
+        if dim is not None:
+            length = part.size(dim)
             chunk = -(-length // like.device_mesh.size(axis))
             start = min(length, chunk * coordinate[axis])
-            part = part.narrow(placement.dim, start, min(chunk, length - start))
-        elif not placement.is_replicate():
-            raise ValueError(f"cannot take a part of a full tensor for the placement {placement}")
+            part = part.narrow(dim, start, min(chunk, length - start))
     return part
+
+
+def sharded_dim(placement: Placement) -> int | None:
+    """The tensor dimension that a placement splits, None if it splits none.
+
+    FSDP2 marks a dimension that tensor parallelism has split before it with a placement of its own, which is no `Shard`.
+    """
+    return getattr(placement, "dim", None)
 
 
 @torch.no_grad()
 def copy_full_(target: Tensor, full: Tensor) -> None:
     """Copy a full tensor into `target`, or the part that this rank holds if `target` is a DTensor."""
-    if isinstance(target, DTensor):
-        target.to_local().copy_(local_part(full, target))
-    else:
-        target.copy_(full)
+    local(target).copy_(local_part(full, target) if isinstance(target, DTensor) else full)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of `tensor`, sharing its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,7 +1,7 @@
 """`TitanStrategy`: the hooks that Lightning calls, in the order in which it calls them."""
 
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -18,18 +18,22 @@ from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 from typing_extensions import override
 
 from precision_plugins import TitanPrecision
 from titan_strategy import checkpoint as ckpt
 from titan_strategy import distributed, gradients, launch
-from titan_strategy.data_parallel import ReshardPolicy, reshard
+from titan_strategy.data_parallel import ReshardPolicy, reshard, set_gradient_sync
 from titan_strategy.mesh import ParallelMesh, ParallelSizes
 from titan_strategy.module import TitanModule
-from titan_strategy.parallelize import parallelize
+from titan_strategy.parallelize import Layout, parallelize
+from titan_strategy.pipeline_split import PipelineConfig
 from titan_strategy.plan import ParallelPlan
 from titan_strategy.precision import titan_precision
+from titan_strategy.tensor_parallel import whole
 from titan_strategy.token_loss import TokenLoss
 
 
@@ -43,6 +47,11 @@ class TitanStrategy(ParallelStrategy):
         data_parallel_shard_size: Ranks that share one copy of parameters, gradients and optimizer state; `"auto"`
             takes all that are left.
         data_parallel_replicate_size: Number of such copies; more than 1 is HSDP.
+        tensor_parallel_size: Ranks that share each matrix product; needs a plan.
+        pipeline_parallel_size: Ranks among which the layers are divided; needs a `TitanModule` with a plan.
+        sequence_parallel: With tensor parallelism, split activations between the blocks over the sequence.
+        loss_parallel: With tensor parallelism, leave the logits of a `TitanModule` split over the vocabulary.
+        pipeline: How the layers are divided into stages, and in which order these run.
         reshard_after_forward: When gathered parameters are freed: `"always"` after each unit's forward, `"never"`
             before the backward, `"default"` after each forward except where the backward follows at once.
         cpu_offload: Keep parameters, gradients and optimizer state in host memory (GPU runs only).
@@ -70,6 +79,11 @@ class TitanStrategy(ParallelStrategy):
         self,
         data_parallel_shard_size: int | Literal["auto"] = "auto",
         data_parallel_replicate_size: int = 1,
+        tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
+        sequence_parallel: bool = True,
+        loss_parallel: bool = True,
+        pipeline: PipelineConfig = PipelineConfig(),
         reshard_after_forward: ReshardPolicy = "default",
         cpu_offload: bool = False,
         plan: ParallelPlan | None = None,
@@ -95,7 +109,15 @@ class TitanStrategy(ParallelStrategy):
             raise ValueError(
                 f"reshard_after_forward={reshard_after_forward!r}: valid values are 'default', 'always' and 'never'."
             )
-        self._sizes = ParallelSizes(shard=data_parallel_shard_size, replicate=data_parallel_replicate_size)
+        self._sizes = ParallelSizes(
+            shard=data_parallel_shard_size,
+            replicate=data_parallel_replicate_size,
+            tensor=tensor_parallel_size,
+            pipeline=pipeline_parallel_size,
+        )
+        self._sequence_parallel = sequence_parallel
+        self._loss_parallel = loss_parallel
+        self._pipeline = pipeline
         self._reshard_after_forward: ReshardPolicy = reshard_after_forward
         self._cpu_offload = cpu_offload
         self._plan = plan
@@ -108,7 +130,7 @@ class TitanStrategy(ParallelStrategy):
         self.num_nodes = 1  # set by the Trainer
         self.mesh: ParallelMesh | None = None
         self._parallelized: pl.LightningModule | None = None
-        self._fsdp_root: nn.Module | None = None
+        self._roots: list[nn.Module] = []
         self._token_loss: TokenLoss | None = None
         self._accumulating = False
         self._pending_weights: tuple[Mapping[str, Any], bool] | None = None
@@ -219,19 +241,28 @@ class TitanStrategy(ParallelStrategy):
         assert self.mesh is not None
         precision = self.precision_plugin
         assert isinstance(precision, TitanPrecision)
-        self._fsdp_root = parallelize(
-            module,
-            plan=self._plan,
+        layout = Layout(
             mesh=self.mesh,
-            precision=precision,
-            device=self.root_device,
-            seed=distributed.agree_on_seed(self._seed),
+            sequence_parallel=self._sequence_parallel,
+            loss_parallel=self._splits_logits(module),
+            pipeline=self._pipeline,
             reshard_after_forward=self._reshard_after_forward,
             cpu_offload=self._cpu_offload,
         )
+        seed = distributed.agree_on_seed(self._seed)
+        self._roots = parallelize(module, self._plan, layout, precision, self.root_device, seed)
         self._token_loss = TokenLoss(self.mesh.data_group) if isinstance(module, TitanModule) else None
         precision.use_gradient_clipper(self._clip_gradients)
         self._parallelized = module
+
+    def _splits_logits(self, module: pl.LightningModule | None) -> bool:
+        """A user's own step may do anything with the logits; a TitanModule's is known to work on split ones."""
+        return self._loss_parallel and self._sizes.tensor > 1 and isinstance(module, TitanModule)
+
+    @contextmanager
+    def _loss_context(self) -> Generator[None, None, None]:
+        with loss_parallel() if self._splits_logits(self.lightning_module) else nullcontext():
+            yield
 
     @override
     def model_to_device(self) -> None:
@@ -253,39 +284,46 @@ class TitanStrategy(ParallelStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        output = super().training_step(*args, **kwargs)
+        module = self.lightning_module
+        if isinstance(module, TitanModule) and module.pipeline is not None and self._token_loss.window_is_new:
+            module.pipeline.clear_gradients()
+        with self._loss_context():
+            output = super().training_step(*args, **kwargs)
         if self._token_loss is None:
-            return output
-        assert self.lightning_module is not None
+            return tree_map(whole, output)
+        assert module is not None
         loss = self._token_loss.start(output, last_of_window=not self._accumulating)
-        self.lightning_module.log("train/loss", loss, prog_bar=True, on_step=True, on_epoch=False, batch_size=1)
+        module.log("train/loss", loss, prog_bar=True, on_step=True, on_epoch=False, batch_size=1)
         return {**output, "loss": loss}
 
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
         """While gradients accumulate they stay local: one reduction per optimizer step."""
-        assert self._fsdp_root is not None
         self._accumulating = True
-        self._fsdp_root.set_requires_gradient_sync(False)  # type: ignore[operator]
+        set_gradient_sync(self._roots, False)
         try:
             yield
         finally:
-            self._fsdp_root.set_requires_gradient_sync(True)  # type: ignore[operator]
+            set_gradient_sync(self._roots, True)
             self._accumulating = False
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        if self._token_loss is None:
+        module = self.lightning_module
+        if self._token_loss is None or not isinstance(module, TitanModule):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         # Lightning has divided closure_loss by accumulate_grad_batches; the exact loss takes its place.
-        assert self.lightning_module is not None
-        loss = self.precision_plugin.pre_backward(self._token_loss.take(), self.lightning_module)
-        self.precision_plugin.backward(loss, self.lightning_module, optimizer, *args, **kwargs)
+        loss = self.precision_plugin.pre_backward(self._token_loss.take(), module)
+        if module.pipeline is not None:
+            module.pipeline.restore_gradients()
+        else:
+            with self._loss_context():
+                self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs)
         factor = self._token_loss.gradient_factor(last_of_window=not self._accumulating)
         if factor is not None:
-            gradients.scale_gradients(self.lightning_module.parameters(), factor)
-        return self.precision_plugin.post_backward(loss, self.lightning_module)
+            gradients.scale_gradients(module.parameters(), factor)
+        return self.precision_plugin.post_backward(loss, module)
 
     def _clip_gradients(
         self, optimizer: Optimizer, limit: float, algorithm: GradClipAlgorithmType, norm_type: float
@@ -293,7 +331,9 @@ class TitanStrategy(ParallelStrategy):
         """Measure and log the norm of the gradients over the whole mesh, then clip them if `limit` is above 0."""
         assert self.lightning_module is not None
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        norm = gradients.global_norm(parameters, norm_type, self.root_device)
+        assert self.mesh is not None
+        stages = self.mesh.pipeline.get_group() if self.mesh.sizes.pipeline > 1 else None
+        norm = gradients.global_norm(parameters, norm_type, self.root_device, stages)
         self.lightning_module.log("train/grad_norm", norm, on_step=True, on_epoch=False, batch_size=1)
         if limit > 0 and algorithm == GradClipAlgorithmType.NORM:
             gradients.clip_by_norm(parameters, norm, limit)
@@ -303,21 +343,26 @@ class TitanStrategy(ParallelStrategy):
     # -- Evaluation ----------------------------------------------------------------------------------------------------
 
     @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with self._loss_context():
+            return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        with self._loss_context():
+            return super().test_step(*args, **kwargs)
+
+    @override
     def on_validation_end(self) -> None:
-        self._reshard()
+        reshard(self._roots)  # whoever looks at the parameters next finds the shards, in their storage dtype
 
     @override
     def on_test_end(self) -> None:
-        self._reshard()
+        reshard(self._roots)
 
     @override
     def on_predict_end(self) -> None:
-        self._reshard()
-
-    def _reshard(self) -> None:
-        """Whoever looks at the parameters next finds the shards, in their storage dtype."""
-        assert self._fsdp_root is not None
-        reshard(self._fsdp_root)
+        reshard(self._roots)
 
     # -- Collectives ---------------------------------------------------------------------------------------------------
 

@@ -23,6 +23,11 @@ class TokenLoss:
         self._loss: Tensor | None = None
         self._factor: Tensor | None = None
 
+    @property
+    def window_is_new(self) -> bool:
+        """Whether the next microbatch is the first one of an optimizer step."""
+        return self._window is None
+
     def reset(self) -> None:
         """Forget an unfinished window."""
         self._window = self._loss = self._factor = None
@@ -40,7 +45,8 @@ class TokenLoss:
         loss_sum, token_count = _unpack(output)
         total = torch.stack([loss_sum.detach().double(), token_count.double()])
         dist.all_reduce(total, group=self._group)
-        alone = last_of_window and self._window is None
+        # A pipeline has run its backward pass already, on the plain sum.
+        alone = last_of_window and self._window is None and loss_sum.requires_grad
         self._window = total if self._window is None else self._window + total
         mean_loss, tokens = self._window[0], self._window[1].clamp(min=1)
         self._loss = loss_sum / tokens.to(loss_sum.dtype) if alone else loss_sum

@@ -41,7 +41,7 @@ def train(run: Run, precision: TitanPrecision, folder: Path, **options) -> tuple
     module = Module(run)
     trainer.fit(module)
     trace = recorder.trace
-    trace["final"] = full_parameters(module.model)
+    trace["final"] = full_parameters(module)
     trace["validation"] = {k: v.item() for k, v in trainer.callback_metrics.items() if k.startswith("val/")}
     return _to_cpu(trace), trainer
 
@@ -93,5 +93,5 @@ def test_checkpoint_resumes_bitwise(tmp_path) -> None:
         accelerator="gpu", devices=1, strategy="titan", precision="bf16-mixed", logger=False, default_root_dir=tmp_path
     )
     again.validate(module, ckpt_path=path)
-    for name, value in full_parameters(module.model).items():
+    for name, value in full_parameters(module).items():
         assert torch.equal(value.cpu(), whole["final"][name]), name

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -18,6 +19,7 @@ from models import Transformer, TransformerConfig
 from tests.rank_pool import ExternalRanks
 from titan_strategy import TitanModule, TitanStrategy
 from titan_strategy.materialize import materialize
+from titan_strategy.tensor_parallel import whole
 
 VOCABULARY, SEQUENCE, ROWS = 53, 8, 8
 SEED = 7
@@ -101,7 +103,7 @@ class Module(TitanModule):
         return token_loss(output, batch["labels"])
 
     def token_hits(self, output: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        return (output.argmax(-1) == batch["labels"]).sum()
+        return (whole(output.argmax(-1)) == batch["labels"]).sum()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return make_optimizer(self.parameters(), self.run)
@@ -132,10 +134,10 @@ class Recorder(pl.Callback):
         self.trace: Trace = {"gradients": [], "loss": [], "norm": []}
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.trace["initial"] = full_parameters(pl_module.model)
+        self.trace["initial"] = full_parameters(pl_module)
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
-        self.trace["gradients"].append({n: full(p.grad) for n, p in pl_module.model.named_parameters()})
+        self.trace["gradients"].append(on_all_stages(pl_module, {n: full(p.grad) for n, p in names(pl_module)}))
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         if trainer.global_step > len(self.trace["loss"]):
@@ -166,7 +168,7 @@ def train(run: Run, options: dict[str, Any], trainer_options: dict[str, Any] | N
     module = Module(run)
     trainer.fit(module)
     trace = recorder.trace
-    trace["final"] = full_parameters(module.model)
+    trace["final"] = full_parameters(module)
     trace["validation"] = {k: v.item() for k, v in trainer.callback_metrics.items() if k.startswith("val/")}
     return trace
 
@@ -188,7 +190,7 @@ def oracle(run: Run, device: torch.device = torch.device("cpu")) -> Trace:
     """The same run in one process, in plain PyTorch."""
     model = initial_model(run.tied, device)
     optimizer = make_optimizer(model.parameters(), run)
-    trace: Trace = {"gradients": [], "loss": [], "norm": [], "initial": full_parameters(model)}
+    trace: Trace = {"gradients": [], "loss": [], "norm": [], "initial": copies(model)}
     for start in range(0, run.microbatches, run.accumulate):
         window = range(start, min(start + run.accumulate, run.microbatches))
         batches = [microbatch(index, run.microbatch_rows) for index in window]
@@ -205,7 +207,7 @@ def oracle(run: Run, device: torch.device = torch.device("cpu")) -> Trace:
             torch.nn.utils.clip_grad_value_(model.parameters(), run.clip)
         optimizer.step()
         optimizer.zero_grad()
-    trace["final"] = full_parameters(model)
+    trace["final"] = copies(model)
     trace["validation"] = evaluate(model, run, device)
     return trace
 
@@ -237,8 +239,28 @@ def full(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def full_parameters(model: nn.Module) -> dict[str, Tensor]:
-    return {name: full(parameter) for name, parameter in model.named_parameters()}
+def names(module: pl.LightningModule) -> list[tuple[str, nn.Parameter]]:
+    """Parameters of `module.model` by name: those of this rank's pipeline stages."""
+    return list(module.model.named_parameters())
+
+
+def full_parameters(module: pl.LightningModule) -> dict[str, Tensor]:
+    return on_all_stages(module, {name: full(parameter) for name, parameter in names(module)})
+
+
+def on_all_stages(module: pl.LightningModule, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What the ranks of a pipeline hold, put together on each of them."""
+    if module.pipeline is None:
+        return tensors
+    group = module.trainer.strategy.mesh.pipeline.get_group()
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, tensors, group)
+    assert sum(map(len, gathered)) == len(set().union(*gathered)), "a parameter lies on two stages"
+    return {name: tensor for part in gathered for name, tensor in part.items()}
+
+
+def copies(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
 def relative_difference(found: Tensor, expected: Tensor) -> float:

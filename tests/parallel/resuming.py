@@ -146,7 +146,7 @@ def train_text(job: Job) -> Trace:
     )
     module = Module(job)
     trainer.fit(module, datamodule=data_module(job), ckpt_path=job.ckpt_path)
-    return {**recorder.trace, "final": full_parameters(module.model)}
+    return {**recorder.trace, "final": full_parameters(module)}
 
 
 def write_corpus(folder: Path) -> None:

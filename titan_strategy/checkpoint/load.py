@@ -90,10 +90,10 @@ def read(path: Path, weights_only: bool | None, rank: int, world_size: int) -> t
         checkpoint["optimizer_states"] = [SavedTensors(path, f"optimizer_{i}") for i in range(written_by["optimizers"])]
     if written_by["world_size"] == world_size:
         own = _torch_load(path / rank_file(rank), weights_only)
-        if own["loaders"]:
+        if any(own["loaders"] or ()):
             checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = own["loaders"]
         return checkpoint, own["rng"]
-    if loader_states(checkpoint):
+    if any(loader_states(checkpoint) or ()):
         rank_zero_warn(
             f"{path} was written by {written_by['world_size']} ranks and is read by {world_size}: the states of its data "
             "loaders belong to single ranks and are not restored. TextDataModule's position is global and is."

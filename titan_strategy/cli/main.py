@@ -1,0 +1,101 @@
+"""The `titan` command: Lightning's command line, with the defaults and the error messages of this project."""
+
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import ActionYesNo
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.loggers import TensorBoardLogger
+from typing_extensions import override
+
+import titan_strategy  # noqa: F401  # registers strategy="titan"
+from titan_strategy.cli.parser import ConfigOrPreset, TitanParser
+from titan_strategy.cli.resume import ResumeReport, last_checkpoint
+
+_DEFAULT_LOGGER = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "."}}
+
+
+def main(args: ArgsType = None) -> None:
+    """Entry point of `titan` and of `python -m titan_strategy`."""
+    # An installed command does not look for modules in the current folder, where the user's own class_paths live.
+    if sys.path[0] != os.getcwd():
+        sys.path.insert(0, os.getcwd())
+    # Lightning 2.6 calls this on every rank; there is nothing that a user could do about it.
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated")
+    TitanCLI(args)
+
+
+class TitanCLI(LightningCLI):
+    """`fit`, `validate`, `test` and `predict`. Model and data are named by `class_path`."""
+
+    def __init__(self, args: ArgsType = None) -> None:
+        super().__init__(
+            args=args,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            auto_configure_optimizers=False,
+            seed_everything_default=42,
+            save_config_callback=KeepConfigs,
+            trainer_defaults={"logger": _DEFAULT_LOGGER, "callbacks": [ResumeReport()]},
+            parser_class=TitanParser,
+            # Without these an error comes below two screens of usage.
+            parser_kwargs={"prog": "titan"}
+            | {name: {"usage": f"titan {name} [options]"} for name in self.subcommands()},
+        )
+
+    @override
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        parser = self.parser_class(**kwargs)
+        parser.add_argument("-c", "--config", action=ConfigOrPreset, help="A YAML file, or the name of a preset.")
+        return parser
+
+    @override
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_argument(
+            "--tensorboard", action=ActionYesNo, default=False, help="Log to TensorBoard besides trainer.logger."
+        )
+
+    @override
+    def after_instantiate_classes(self) -> None:
+        settings = self.config_init[self.subcommand]
+        if settings.get("tensorboard"):
+            self.trainer.loggers = [*self.trainer.loggers, _tensorboard_beside(self.trainer)]
+        if settings.get("ckpt_path") == "last":
+            try:
+                settings["ckpt_path"] = str(last_checkpoint(self.trainer))
+            except (FileNotFoundError, ValueError) as error:
+                self.parser.error(str(error))
+
+
+class KeepConfigs(SaveConfigCallback):
+    """Writes the whole configuration to the log folder as `config.yaml`.
+
+    In a folder that holds one from an earlier run, that one is renamed to `config-1.yaml`, `config-2.yaml`, ...
+    """
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        log_dir = trainer.log_dir  # on every rank: the property is a collective
+        if trainer.is_global_zero and not self.already_saved and log_dir is not None:
+            _set_aside(Path(log_dir) / self.config_filename)
+        super().setup(trainer, pl_module, stage)
+
+
+def _set_aside(path: Path) -> None:
+    if path.exists():
+        number = 1
+        while (older := path.with_stem(f"{path.stem}-{number}")).exists():
+            number += 1
+        path.rename(older)
+
+
+def _tensorboard_beside(trainer: Trainer) -> TensorBoardLogger:
+    """A TensorBoard logger that writes to the folder of the first logger, or to the trainer's root folder."""
+    first = trainer.logger
+    if first is None or first.save_dir is None:
+        return TensorBoardLogger(save_dir=trainer.default_root_dir)
+    return TensorBoardLogger(save_dir=first.save_dir, name=first.name, version=first.version)
