@@ -130,7 +130,7 @@ class CausalLM(TitanModule):
     @override
     def token_hits(self, output: Tensor, batch: dict[str, Tensor]) -> Tensor:
         # The most likely token is never IGNORE_INDEX, so positions without a target cannot be hits.
-        return (output.argmax(dim=-1) == batch["labels"]).sum()
+        return (whole(output.argmax(dim=-1)) == batch["labels"]).sum()
 
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:

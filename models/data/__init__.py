@@ -1,0 +1,3 @@
+from models.data.text_data_module import TextDataModule
+
+__all__ = ["TextDataModule"]
