@@ -50,8 +50,10 @@ class Pipeline:
         self._device = device
         self._num_stages = config.stages_on_each_of(mesh.size()) * mesh.size()
         self._microbatches = config.microbatches_for(self._num_stages)
-        self._last_rank = next(r for r in range(mesh.size()) if self._num_stages - 1 in config.stages_of(r, mesh.size()))
-        self._schedules: dict[tuple[Any, ...], _PipelineSchedule] = {}
+        self._rank = mesh.get_local_rank()
+        self._rank_of = {stage: rank for rank in range(mesh.size()) for stage in config.stages_of(rank, mesh.size())}
+        self._last_rank = self._rank_of[self._num_stages - 1]
+        self._schedules: dict[tuple[torch.Size, ...], _PipelineSchedule] = {}
         self._parts: Sequence[Any] = ()
         self._counts: dict[int, Tensor] = {}
         self._set_aside: dict[nn.Parameter, Tensor | None] = {}
@@ -90,7 +92,7 @@ class Pipeline:
         self._parts = _split(batch, rows, self._microbatches)
         self._counts = {}
         losses: list[Tensor] = []
-        schedule = self._schedule(inputs, training=True)
+        schedule = self._schedule(inputs)
         # The schedule hands each microbatch's target to the loss: here its number, by which `_loss` finds the rest.
         target = torch.arange(self._microbatches) if self.is_last else None
         schedule.step(*(inputs if self.is_first else ()), target=target, losses=losses, return_outputs=False)
@@ -110,12 +112,23 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, *inputs: Tensor) -> Any:
-        """Forward of a batch of any number of rows; the output on the ranks that hold the last stage, else None."""
-        rows = inputs[0].shape[0]
-        missing = -rows % self._microbatches
-        padded = tuple(torch.cat([x, x[-1:].expand(missing, *x.shape[1:])]) if missing else x for x in inputs)
-        output = self._schedule(padded, training=False).step(*(padded if self.is_first else ()))
-        return tree_map(lambda tensor: tensor[:rows], output) if self.is_last else None
+        """Forward of a batch of any number of rows; the output on the ranks that hold the last stage, else None.
+
+        Each stage takes all microbatches before the next one begins. torch's schedules are of no use here: they want
+        microbatches of one size, and those with two neighbouring stages on a rank cannot run without a backward pass.
+        """
+        parts = min(self._microbatches, inputs[0].shape[0])
+        values: list[Any] = list(zip(*(tensor.tensor_split(parts) for tensor in inputs), strict=True))
+        for number, stage in self._stages.items():
+            source, target = self._rank_of.get(number - 1, self._rank), self._rank_of.get(number + 1, self._rank)
+            for index in range(parts):
+                value = values[index] if source == self._rank else self._receive(source)
+                values[index] = stage(*value)
+                if number < self._num_stages - 1 and not isinstance(values[index], tuple):
+                    values[index] = (values[index],)
+                if target != self._rank:
+                    self._send(values[index], target)
+        return tree_map(lambda *tensors: torch.cat(tensors), *values) if self.is_last else None
 
     def from_last_stage(self, value: Tensor) -> Tensor:
         """A tensor of the rank that holds the last stage, on all ranks of the pipeline; the others give its shape."""
@@ -134,20 +147,36 @@ class Pipeline:
         self._counts[int(number)] = token_count
         return whole(loss_sum)
 
-    def _schedule(self, inputs: tuple[Tensor, ...], training: bool) -> _PipelineSchedule:
+    def _send(self, tensors: tuple[Tensor, ...], rank: int) -> None:
+        target = dist.get_global_rank(self._group, rank)
+        shapes = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        dist.send_object_list([shapes], target, self._group, self._device)
+        for tensor in tensors:
+            dist.send(tensor.contiguous(), target, self._group)
+
+    def _receive(self, rank: int) -> tuple[Tensor, ...]:
+        source = dist.get_global_rank(self._group, rank)
+        objects: list[Any] = [None]
+        dist.recv_object_list(objects, source, self._group, self._device)
+        tensors = tuple(torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in objects[0])
+        for tensor in tensors:
+            dist.recv(tensor, source, self._group)
+        return tensors
+
+    def _schedule(self, inputs: tuple[Tensor, ...]) -> _PipelineSchedule:
         """The schedule for inputs of these shapes; torch's stages allocate their buffers for one shape."""
-        key = (training, *(tensor.shape for tensor in inputs))
+        key = tuple(tensor.shape for tensor in inputs)
         if key not in self._schedules:
-            self._schedules[key] = self._make_schedule(training)
+            self._schedules[key] = self._make_schedule()
         return self._schedules[key]
 
-    def _make_schedule(self, training: bool) -> _PipelineSchedule:
+    def _make_schedule(self) -> _PipelineSchedule:
         stages = [
             PipelineStage(part, number, self._num_stages, self._device, group=self._group)
             for number, part in self._stages.items()
         ]
         # Gradients are summed over microbatches; torch would by default divide what has accumulated at each step.
-        options: dict[str, Any] = {"loss_fn": self._loss if training else None, "scale_grads": False}
+        options: dict[str, Any] = {"loss_fn": self._loss, "scale_grads": False}
         if self._config.schedule_csv is not None:
             # There is no public way to run a schedule from a file.
             runtime = _PipelineScheduleRuntime(stages, self._microbatches, **options)
