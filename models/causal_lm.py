@@ -16,6 +16,7 @@ from models.config import PresetName, TransformerConfig, TransformerOverrides
 from models.schedules import LearningRateSchedule
 from models.transformer import Transformer
 from titan_strategy.module import TitanModule
+from titan_strategy.tensor_parallel import whole
 
 IGNORE_INDEX = -100  # the label of a position without a target; the default of torch's cross-entropy
 

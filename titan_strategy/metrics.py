@@ -20,8 +20,9 @@ class TokenMean(Metric):
 
     def update(self, total: Tensor, count: Tensor) -> None:
         """Add the sum of a quantity over `count` tokens (both scalars)."""
-        self.total += total.detach()
-        self.count += count.detach()
+        # Not in place: a state that was made under torch.inference_mode would refuse it afterwards.
+        self.total = self.total + total.detach()
+        self.count = self.count + count.detach()
 
     def compute(self) -> Tensor:
         """The mean per token, float32; 0 when there was no token."""

@@ -121,13 +121,19 @@ class Pipeline:
         values: list[Any] = list(zip(*(tensor.tensor_split(parts) for tensor in inputs), strict=True))
         for number, stage in self._stages.items():
             source, target = self._rank_of.get(number - 1, self._rank), self._rank_of.get(number + 1, self._rank)
+            # Two ranks that send to each other would wait for ever, so what goes on at once goes upwards, and the rest
+            # when nothing comes in any more.
+            upwards = source <= self._rank < target
             for index in range(parts):
                 value = values[index] if source == self._rank else self._receive(source)
                 values[index] = stage(*value)
                 if number < self._num_stages - 1 and not isinstance(values[index], tuple):
                     values[index] = (values[index],)
-                if target != self._rank:
+                if upwards:
                     self._send(values[index], target)
+            if target != self._rank and not upwards:
+                for value in values:
+                    self._send(value, target)
         return tree_map(lambda *tensors: torch.cat(tensors), *values) if self.is_last else None
 
     def from_last_stage(self, value: Tensor) -> Tensor:

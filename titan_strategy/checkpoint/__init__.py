@@ -2,7 +2,8 @@
 
 from titan_strategy.checkpoint.directory import CheckpointError, check_complete, local_path, remove
 from titan_strategy.checkpoint.load import load_optimizer, load_weights, read
-from titan_strategy.checkpoint.save import gather, optimizer_state, save_file, save_sharded
+from titan_strategy.checkpoint.optimizer import optimizer_state
+from titan_strategy.checkpoint.save import gather, save_file, save_sharded
 
 __all__ = [
     "CheckpointError",

@@ -21,7 +21,7 @@ META = "meta.pt"
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be loaded; the message says which, why, and what could be loaded instead."""
+    """A checkpoint that cannot be read or written; the message says which and why."""
 
 
 def rank_file(rank: int) -> str:
@@ -43,17 +43,27 @@ def local_path(filepath: str) -> Path:
 def check_complete(path: Path) -> None:
     """Raise `CheckpointError` unless `path` is a checkpoint file or a complete checkpoint directory.
 
-    A directory is complete when its metadata exists and every file that the metadata refers to is as long as it must be.
+    A directory is complete when its metadata exists and every file that it refers to is as long as it must be.
     """
     if not path.exists():
+        if _previous(path).exists():
+            raise CheckpointError(f"ckpt_path: {path} was being replaced; what it was is now {_previous(path)}.")
         raise CheckpointError(f"ckpt_path: there is no checkpoint at {path}.{_alternatives(path)}")
     if not path.is_dir():
         return
     for name in (METADATA, META):
         if not (path / name).is_file():
-            raise CheckpointError(f"ckpt_path: {path} is not a complete checkpoint, {name} is missing.{_alternatives(path)}")
+            raise CheckpointError(
+                f"ckpt_path: {path} is not a complete checkpoint, {name} is missing.{_alternatives(path)}"
+            )
+    try:
+        metadata = FileSystemReader(path).read_metadata()
+    except Exception as error:  # a pickle that was cut off can fail with anything
+        raise CheckpointError(
+            f"ckpt_path: {path} is damaged, {METADATA} cannot be read.{_alternatives(path)}"
+        ) from error
     needed: dict[str, int] = defaultdict(int)
-    for entry in (FileSystemReader(path).read_metadata().storage_data or {}).values():
+    for entry in (metadata.storage_data or {}).values():
         needed[entry.relative_path] = max(needed[entry.relative_path], entry.offset + entry.length)
     for name, length in needed.items():
         found = (path / name).stat().st_size if (path / name).is_file() else None
@@ -70,11 +80,11 @@ def prepare(path: Path) -> None:
 
 def publish(path: Path) -> None:
     """Give the staged checkpoint its name. A previous one of that name goes only when the new one is in place."""
-    previous = path.with_name(f".{path.name}.replaced")
+    previous = _previous(path)
     _delete(previous)
-    if path.exists() or path.is_symlink():
-        path.rename(previous)
-    staging(path).rename(path)
+    if (path.exists() or path.is_symlink()) and (path.is_dir() or staging(path).is_dir()):
+        path.rename(previous)  # only a file takes the place of another in one step
+    staging(path).replace(path)
     _delete(previous)
 
 
@@ -92,6 +102,10 @@ def remove(path: Path) -> None:
 def staging(path: Path) -> Path:
     """The hidden name under which a checkpoint is written."""
     return path.with_name(f".{path.name}.incomplete")
+
+
+def _previous(path: Path) -> Path:
+    return path.with_name(f".{path.name}.replaced")
 
 
 def _delete(path: Path) -> None:

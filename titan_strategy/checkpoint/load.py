@@ -1,5 +1,7 @@
 """Reading checkpoints, in any layout and at any number of ranks."""
 
+import pickle
+import zipfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,13 +10,14 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import Size, Tensor, nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 from torch.optim import Optimizer
 
 from titan_strategy.checkpoint.directory import META, CheckpointError, check_complete, rank_file
-from titan_strategy.checkpoint.save import loader_states, optimizer_state
+from titan_strategy.checkpoint.optimizer import empty_state, flat_state, set_optimizer_state
+from titan_strategy.checkpoint.save import loader_states
+from titan_strategy.checkpoint.together import one_error, together
 from titan_strategy.sharding import copy_full_
 
 
@@ -25,11 +28,11 @@ class SavedTensors:
     path: Path
     prefix: str
 
-    def shapes(self) -> dict[str, Size | None]:
-        """Names in this state dict; the shape of each tensor, None for other values."""
+    def contents(self) -> dict[str, Tensor | None]:
+        """Names in this state dict; a meta tensor for each tensor, None for other values."""
         entries = dcp.FileSystemReader(self.path).read_metadata().state_dict_metadata
         return {
-            name.removeprefix(f"{self.prefix}."): entry.size if isinstance(entry, TensorStorageMetadata) else None
+            name.removeprefix(f"{self.prefix}."): _on_meta(entry)
             for name, entry in entries.items()
             if name.startswith(f"{self.prefix}.")
         }
@@ -37,7 +40,8 @@ class SavedTensors:
     def load_into(self, state: dict[str, Any]) -> None:
         """Fill the tensors of `state` in place, each rank reading its own shards, and replace its other values."""
         loaded = {self.prefix: state}
-        dcp.load(loaded, checkpoint_id=self.path)
+        with one_error(self.path):
+            dcp.load(loaded, checkpoint_id=self.path)
         state.update(loaded[self.prefix])
 
 
@@ -48,9 +52,9 @@ class FullTensors:
     path: Path
     state: Mapping[str, Any]
 
-    def shapes(self) -> dict[str, Size | None]:
-        """Names in this state dict; the shape of each tensor, None for other values."""
-        return {name: value.shape if isinstance(value, Tensor) else None for name, value in self.state.items()}
+    def contents(self) -> dict[str, Tensor | None]:
+        """Names in this state dict; a meta tensor for each tensor, None for other values."""
+        return {name: v.to("meta") if isinstance(v, Tensor) else None for name, v in self.state.items()}
 
     def load_into(self, state: dict[str, Any]) -> None:
         """Fill the tensors of `state` in place with this rank's part, and replace its other values."""
@@ -81,22 +85,26 @@ def read(path: Path, weights_only: bool | None, rank: int, world_size: int) -> t
     check_complete(path)
     if not path.is_dir():
         checkpoint = _torch_load(path, weights_only, mmap=True)
+        if "state_dict" not in checkpoint:
+            raise CheckpointError(f"ckpt_path: {path} is not a Lightning checkpoint, it has no 'state_dict'.")
         checkpoint["state_dict"] = FullTensors(path, checkpoint["state_dict"])
         return checkpoint, None
     checkpoint = _torch_load(path / META, weights_only)
+    if "titan_strategy" not in checkpoint:
+        raise CheckpointError(f"ckpt_path: {path} was not written by TitanStrategy. Convert it to a single file first.")
     written_by = checkpoint["titan_strategy"]
     checkpoint["state_dict"] = SavedTensors(path, "state_dict")
     if written_by["optimizers"] is not None:
         checkpoint["optimizer_states"] = [SavedTensors(path, f"optimizer_{i}") for i in range(written_by["optimizers"])]
     if written_by["world_size"] == world_size:
-        own = _torch_load(path / rank_file(rank), weights_only)
+        own = together(path, lambda: _torch_load(path / rank_file(rank), weights_only))
         if any(own["loaders"] or ()):
             checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = own["loaders"]
         return checkpoint, own["rng"]
     if any(loader_states(checkpoint) or ()):
         rank_zero_warn(
-            f"{path} was written by {written_by['world_size']} ranks and is read by {world_size}: the states of its data "
-            "loaders belong to single ranks and are not restored. TextDataModule's position is global and is."
+            f"{path} was written by {written_by['world_size']} ranks and is read by {world_size}: the states of its "
+            "data loaders belong to single ranks and are not restored. TextDataModule's position is global and is."
         )
         del checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"]
     return checkpoint, None
@@ -109,14 +117,15 @@ def load_weights(saved: SavedTensors | FullTensors, module: nn.Module, strict: b
         CheckpointError: If shapes differ or, with `strict`, if the names do.
     """
     state = module.state_dict()
-    shapes = saved.shapes()
+    contents = saved.contents()
     if strict:
-        _check_names(saved.path, type(module).__name__, set(state), set(shapes))
-    known = {name: value for name, value in state.items() if name in shapes}
+        _check_names(saved.path, type(module).__name__, set(state), set(contents))
+    known = {name: value for name, value in state.items() if name in contents}
     for name, value in known.items():
-        if isinstance(value, Tensor) and shapes[name] != value.shape:
+        found = getattr(contents[name], "shape", None)
+        if isinstance(value, Tensor) and found != value.shape:
             raise CheckpointError(
-                f"ckpt_path: {saved.path} is of another model. {name} has shape {tuple(shapes[name] or ())} there and "
+                f"ckpt_path: {saved.path} is of another model. {name} has shape {tuple(found or ())} there and "
                 f"{tuple(value.shape)} in {type(module).__name__}."
             )
     saved.load_into(known)
@@ -129,37 +138,41 @@ def load_optimizer(checkpoint: Mapping[str, Any], module: nn.Module, optimizer: 
     Raises:
         CheckpointError: If the checkpoint holds the state of another kind of optimizer.
     """
-    saved = checkpoint["optimizer_states"][index]
+    path, states = checkpoint["state_dict"].path, checkpoint["optimizer_states"]
+    if index >= len(states):
+        raise CheckpointError(
+            f"ckpt_path: {path} holds the state of {len(states)} optimizers, but optimizer {index} is needed."
+        )
+    saved = states[index]
     if not isinstance(saved, SavedTensors):
-        saved = FullTensors(checkpoint["state_dict"].path, _flat_names(saved, module, optimizer))
-    state = optimizer_state(module, optimizer)
-    missing = state.keys() - saved.shapes().keys()
+        saved = FullTensors(path, flat_state(saved, module, optimizer) if "param_groups" in saved else saved)
+    state, missing = empty_state(module, optimizer, saved.contents())
     if missing:
         raise CheckpointError(
-            f"ckpt_path: {saved.path} holds the state of another optimizer than {type(optimizer).__name__}: "
+            f"ckpt_path: {path} holds the state of another optimizer than {type(optimizer).__name__}: "
             f"it lacks {_some(missing)}."
         )
     saved.load_into(state)
-    set_optimizer_state_dict(module, optimizer, state, options=StateDictOptions(flatten_optimizer_state_dict=True))
+    set_optimizer_state(module, optimizer, state)
 
 
 def _torch_load(path: Path, weights_only: bool | None, mmap: bool = False) -> dict[str, Any]:
-    return torch.load(path, map_location="cpu", mmap=mmap, weights_only=weights_only is not False)
+    try:
+        mmap = mmap and zipfile.is_zipfile(path)  # not what PyTorch wrote before version 1.6
+        return torch.load(path, map_location="cpu", mmap=mmap, weights_only=weights_only is not False)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"ckpt_path: {path} is no checkpoint, or holds more than tensors and plain values (such as a Path among "
+            "the hyperparameters). If you trust it, pass weights_only=False to the trainer's method."
+        ) from error
+    except (OSError, EOFError, RuntimeError) as error:
+        raise CheckpointError(f"ckpt_path: {path} is missing or damaged: {error}") from error
 
 
-def _flat_names(state: Mapping[str, Any], module: nn.Module, optimizer: Optimizer) -> Mapping[str, Any]:
-    """Optimizer state as other strategies write it (by number of the parameter) -> by flat names."""
-    if "param_groups" not in state:
-        return state
-    names = {parameter: name for name, parameter in module.named_parameters()}
-    order = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
-    flat: dict[str, Any] = {}
-    for number, entries in state["state"].items():
-        flat |= {f"state.{order[number]}.{key}": value for key, value in entries.items()}
-    for group in state["param_groups"]:
-        for number in group["params"]:
-            flat |= {f"param_groups.{order[number]}.{key}": v for key, v in group.items() if key != "params"}
-    return flat
+def _on_meta(entry: Any) -> Tensor | None:
+    if not isinstance(entry, TensorStorageMetadata):
+        return None
+    return torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
 
 
 def _check_names(path: Path, model: str, wanted: set[str], saved: set[str]) -> None:

@@ -1,6 +1,5 @@
 """Writing checkpoints."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -8,20 +7,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from lightning.fabric.plugins import CheckpointIO
-from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from titan_strategy.checkpoint.directory import META, prepare, publish, rank_file, staging
-
-
-def optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """The state of `optimizer` by flat names (`state.<parameter>.<entry>`), tensors sharded as their parameters are.
-
-    Flat names do not depend on how parameters are spread over optimizers and ranks.
-    """
-    return get_optimizer_state_dict(module, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
+from titan_strategy.checkpoint.together import one_error, together
 
 
 def save_sharded(path: Path, checkpoint: dict[str, Any], rng: dict[str, Any]) -> None:
@@ -38,17 +28,12 @@ def save_sharded(path: Path, checkpoint: dict[str, Any], rng: dict[str, Any]) ->
     tensors |= {f"optimizer_{index}": state for index, state in enumerate(optimizers or ())}
     meta = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
     meta["titan_strategy"] = {"world_size": world_size, "optimizers": None if optimizers is None else len(optimizers)}
-    if rank == 0:
-        prepare(path)
-    dist.barrier()
-    dcp.save(tensors, checkpoint_id=staging(path))
-    torch.save({"rng": rng, "loaders": loader_states(checkpoint)}, staging(path) / rank_file(rank))
-    if rank == 0:
-        torch.save(meta, staging(path) / META)
-    dist.barrier()
-    if rank == 0:
-        publish(path)
-    dist.barrier()
+    own = {"rng": rng, "loaders": loader_states(checkpoint)}
+    together(path, lambda: prepare(path) if rank == 0 else None)
+    with one_error(path):
+        dcp.save(tensors, checkpoint_id=staging(path))
+    together(path, lambda: torch.save(own, staging(path) / rank_file(rank)))
+    together(path, lambda: _finish(path, meta) if rank == 0 else None)
 
 
 def save_file(path: Path, checkpoint: dict[str, Any], checkpoint_io: CheckpointIO) -> None:
@@ -56,10 +41,17 @@ def save_file(path: Path, checkpoint: dict[str, Any], checkpoint_io: CheckpointI
     full = {**checkpoint, "state_dict": gather(checkpoint["state_dict"])}
     if "optimizer_states" in checkpoint:
         full["optimizer_states"] = [gather(state) for state in checkpoint["optimizer_states"]]
-    if dist.get_rank() == 0:
+
+    def write() -> None:
         checkpoint_io.save_checkpoint(full, staging(path))
-        os.replace(staging(path), path)
-    dist.barrier()
+        publish(path)
+
+    together(path, lambda: write() if dist.get_rank() == 0 else None)
+
+
+def _finish(path: Path, meta: dict[str, Any]) -> None:
+    torch.save(meta, staging(path) / META)
+    publish(path)
 
 
 def loader_states(checkpoint: dict[str, Any]) -> list[Any] | None:
