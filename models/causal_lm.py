@@ -77,7 +77,7 @@ class CausalLM(TitanModule):
         config: TransformerConfig | None = None,
         overrides: TransformerOverrides | None = None,
         optimizer: AdamWConfig = AdamWConfig(),
-        schedule: LearningRateSchedule = LearningRateSchedule(),  # noqa: B008 (frozen)
+        schedule: LearningRateSchedule = LearningRateSchedule(),
     ) -> None:
         super().__init__()
         # A checkpoint holds plain values only, so that it loads with `weights_only=True`; Lightning's instantiator
@@ -132,6 +132,10 @@ class CausalLM(TitanModule):
     def token_hits(self, output: Tensor, batch: dict[str, Tensor]) -> Tensor:
         # The most likely token is never IGNORE_INDEX, so positions without a target cannot be hits.
         return (whole(output.argmax(dim=-1)) == batch["labels"]).sum()
+
+    @override
+    def row_mask(self, batch: dict[str, Tensor]) -> Tensor:
+        return (batch["labels"] != IGNORE_INDEX).any(dim=-1)
 
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:

@@ -6,7 +6,13 @@ from typing import Literal
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 
 from precision_plugins import TitanPrecision
 from titan_strategy.plan import ParallelPlan, match_modules
@@ -26,8 +32,10 @@ class Units:
     def within(self, root: nn.Module) -> "Units":
         """Those that are left of a model after its division into pipeline stages."""
         left = set(root.modules())
-        kept = {key: tuple(m for m in getattr(self, key) if m in left) for key in ("before", "blocks", "after")}
-        return replace(self, **kept)
+        before, blocks, after = (
+            tuple(module for module in modules if module in left) for modules in (self.before, self.blocks, self.after)
+        )
+        return replace(self, before=before, blocks=blocks, after=after)
 
 
 def find_units(root: nn.Module, plan: ParallelPlan | None) -> Units:

@@ -24,8 +24,8 @@ def init_process_group(
     if dist.is_initialized():
         if dist.get_world_size() != environment.world_size():
             raise RuntimeError(
-                f"This process already belongs to a process group of {dist.get_world_size()} ranks, but this Trainer has "
-                f"{environment.world_size()}. Destroy that group first, or use the same number of devices."
+                f"This process already belongs to a process group of {dist.get_world_size()} ranks, but this Trainer "
+                f"has {environment.world_size()}. Destroy that group first, or use the same number of devices."
             )
         return
     os.environ["MASTER_ADDR"] = environment.main_address
@@ -67,6 +67,13 @@ def reduce(tensor: Tensor, group: dist.ProcessGroup | None, operation: dist.Redu
 
 def _reduce_op(operation: dist.ReduceOp | str | None) -> Any:
     return getattr(dist.ReduceOp, operation.upper()) if isinstance(operation, str) else operation
+
+
+def all_rows(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The rows (dimension 0, as many on each rank) of all ranks of a group, in the order of the ranks."""
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, tensor.contiguous(), group=group)
+    return torch.cat(parts)
 
 
 def rng_state(device: torch.device) -> dict[str, Any]:

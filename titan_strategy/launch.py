@@ -74,7 +74,12 @@ class ProcessLauncher(_MultiProcessingLauncher):
         """Runs on every rank. The parent process cannot hold shards, so after training they are gathered."""
         if trainer.state.fn != TrainerFn.FITTING:
             return super()._collect_rank_zero_results(trainer, results)
-        hook = trainer.lightning_module.register_state_dict_post_hook(_gather_shards)
+        mesh = trainer.strategy.mesh
+
+        def gather_shards(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
+            state.update(gather(state, mesh))
+
+        hook = trainer.lightning_module.register_state_dict_post_hook(gather_shards)
         try:
             return super()._collect_rank_zero_results(trainer, results)
         finally:
@@ -85,10 +90,6 @@ class ProcessLauncher(_MultiProcessingLauncher):
         if worker_output.weights_path is not None:
             trainer.lightning_module.configure_model()  # here, too, it builds the model only if there is none
         super()._recover_results_in_main_process(worker_output, trainer)
-
-
-def _gather_shards(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
-    state.update(gather(state))
 
 
 def _preflight_of_call(function: Callable, args: Any, kwargs: Any, trainer: pl.Trainer | None) -> None:

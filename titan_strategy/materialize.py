@@ -96,8 +96,9 @@ def _initialiser(module: nn.Module) -> tuple[Callable[[], object] | None, list[n
     for method in ("init_weights", "reset_parameters"):
         if hasattr(module, method):
             return getattr(module, method), [module]
-    if hasattr(module, "_reset_parameters"):  # nn.MultiheadAttention, which also zeroes the bias of its out_proj
-        return module._reset_parameters, list(module.modules())
+    private: Callable[[], object] | None = getattr(module, "_reset_parameters", None)
+    if private is not None:  # nn.MultiheadAttention, which also zeroes the bias of its out_proj
+        return private, list(module.modules())
     return None, [module]
 
 
@@ -121,7 +122,7 @@ def _full_tensors(targets: list[tuple[nn.Module, str, Tensor]], device: torch.de
     finally:
         for module, key, target in targets:
             slot = module._parameters if key in module._parameters else module._buffers
-            slot[key] = target  # type: ignore[assignment]
+            slot[key] = target  # type: ignore[assignment]  # each target goes back to the slot it came from
 
 
 def _marker(dtype: torch.dtype) -> float | int | bool:

@@ -57,8 +57,9 @@ class ParallelSizes:
         fitting = world_size // product
         if self.shard not in ("auto", fitting):
             raise ValueError(
-                f"{_SHARD_ARGUMENT}={self.shard}{' x ' if shown else ''}{shown} makes {self.shard * product} processes, "
-                f"but this run has {world_size} (devices x num_nodes). Here {_SHARD_ARGUMENT} must be {fitting} or 'auto'."
+                f"{_SHARD_ARGUMENT}={self.shard}{' x ' if shown else ''}{shown} makes {self.shard * product} "
+                f"processes, but this run has {world_size} (devices x num_nodes). Here {_SHARD_ARGUMENT} must be "
+                f"{fitting} or 'auto'."
             )
         return replace(self, shard=fitting)
 
@@ -107,6 +108,18 @@ class ParallelMesh:
     def pipeline(self) -> DeviceMesh:
         """The ranks among which the layers are divided."""
         return self.world[PIPELINE]
+
+    @property
+    def stages_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the pipeline stages of one copy of the model; None without a pipeline."""
+        return self.pipeline.get_group() if self.sizes.pipeline > 1 else None
+
+    @property
+    def is_first_of_stage(self) -> bool:
+        """Whether this rank comes first among those that hold the same pipeline stages."""
+        coordinate = self.world.get_coordinate()
+        assert coordinate is not None
+        return not any(coordinate[1:])
 
     @property
     def data_group(self) -> dist.ProcessGroup:

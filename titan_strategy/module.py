@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from typing_extensions import override
 
+from titan_strategy.distributed import all_rows
 from titan_strategy.metrics import Perplexity, TokenMean
 from titan_strategy.plan import ParallelPlan
 from titan_strategy.tensor_parallel import whole
@@ -36,8 +37,8 @@ class TitanModule(pl.LightningModule):
         super().__init__()
         self.model = None
         self.pipeline: Pipeline | None = None  # set by TitanStrategy
-        self.val_metrics = _evaluation_metrics()
-        self.test_metrics = _evaluation_metrics()
+        self.val_metrics = _EvaluationMetrics()
+        self.test_metrics = _EvaluationMetrics()
 
     def model_inputs(self, batch: Any) -> tuple[Tensor, ...]:
         """The positional arguments of `self.model`, each with the batch dimension first."""
@@ -50,6 +51,11 @@ class TitanModule(pl.LightningModule):
     def token_hits(self, output: Any, batch: Any) -> Tensor | None:
         """How many valid tokens `output` predicts right (scalar), or None where that has no meaning."""
         return None
+
+    def row_mask(self, batch: Any) -> Tensor:
+        """Which rows of a batch are to be predicted (bool); false for those that only fill up the last batch."""
+        rows = self.model_inputs(batch)[0]
+        return torch.ones(rows.shape[0], dtype=torch.bool, device=rows.device)
 
     def parallel_plan(self) -> ParallelPlan | None:
         """How `self.model` can be split; by default what the model itself says."""
@@ -89,19 +95,25 @@ class TitanModule(pl.LightningModule):
 
     @override
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        """The model's output for this rank's rows, the same on all ranks that share them."""
+        """The model's output for the rows that all data ranks read in this step, in their order, on every rank."""
         output = tree_map(whole, self(*self.model_inputs(batch)))
-        return output if self.pipeline is None else self.pipeline.objects_from_last_stage(output)
+        if self.pipeline is not None:
+            output = self.pipeline.objects_from_last_stage(output)
+        mesh = getattr(self.trainer.strategy, "mesh", None)
+        if mesh is None:
+            return output
+        mask = all_rows(self.row_mask(batch), mesh.data_group)
+        return tree_map(lambda tensor: all_rows(tensor, mesh.data_group)[mask], output)
 
-    def _evaluation_step(self, batch: Any, stage: str, metrics: nn.ModuleDict) -> None:
+    def _evaluation_step(self, batch: Any, stage: str, metrics: "_EvaluationMetrics") -> None:
         loss_sum, token_count, hits = self._evaluate(batch)
-        metrics["loss"].update(loss_sum, token_count)
-        metrics["perplexity"].update(loss_sum, token_count)
-        self.log(f"{stage}/loss", metrics["loss"], prog_bar=True, on_step=False, on_epoch=True, batch_size=1)
-        self.log(f"{stage}/perplexity", metrics["perplexity"], on_step=False, on_epoch=True, batch_size=1)
+        metrics.loss.update(loss_sum, token_count)
+        metrics.perplexity.update(loss_sum, token_count)
+        self.log(f"{stage}/loss", metrics.loss, prog_bar=True, on_step=False, on_epoch=True, batch_size=1)
+        self.log(f"{stage}/perplexity", metrics.perplexity, on_step=False, on_epoch=True, batch_size=1)
         if self._counts_hits:
-            metrics["token_accuracy"].update(hits, token_count)
-            self.log(f"{stage}/token_accuracy", metrics["token_accuracy"], on_step=False, on_epoch=True, batch_size=1)
+            metrics.token_accuracy.update(hits, token_count)
+            self.log(f"{stage}/token_accuracy", metrics.token_accuracy, on_step=False, on_epoch=True, batch_size=1)
 
     def _evaluate(self, batch: Any) -> Tensor:
         """Sum of the loss, number of tokens and number of hits (0 if they are not counted), float64."""
@@ -110,7 +122,8 @@ class TitanModule(pl.LightningModule):
         if self.pipeline is None or self.pipeline.is_last:
             loss_sum, token_count = self.token_loss(output, batch)
             hits = self.token_hits(output, batch) if self._counts_hits else None
-            totals = torch.stack([whole(n).double() for n in (loss_sum, token_count, totals[2] if hits is None else hits)])
+            counted = (loss_sum, token_count, totals[2] if hits is None else hits)
+            totals = torch.stack([whole(number).double() for number in counted])
         return totals if self.pipeline is None else self.pipeline.from_last_stage(totals)
 
     @property
@@ -118,5 +131,11 @@ class TitanModule(pl.LightningModule):
         return type(self).token_hits is not TitanModule.token_hits
 
 
-def _evaluation_metrics() -> nn.ModuleDict:
-    return nn.ModuleDict({"loss": TokenMean(), "perplexity": Perplexity(), "token_accuracy": TokenMean()})
+class _EvaluationMetrics(nn.Module):
+    """What one evaluation loop counts; it has no values of its own in a state dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss = TokenMean()
+        self.perplexity = Perplexity()
+        self.token_accuracy = TokenMean()

@@ -94,8 +94,8 @@ def _check(module: pl.LightningModule) -> None:
     if isinstance(module, TitanModule):
         if not module.automatic_optimization:
             raise ValueError(
-                f"{name}.automatic_optimization=False: a TitanModule's exact normalisation needs automatic optimization. "
-                "Derive from LightningModule for manual optimization."
+                f"{name}.automatic_optimization=False: a TitanModule's exact normalisation needs automatic "
+                "optimization. Derive from LightningModule for manual optimization."
             )
         outside = [n for n, _ in module.named_parameters() if not n.startswith("model.")]
         if outside:
@@ -117,21 +117,21 @@ def _check_plan(module: pl.LightningModule, plan: ParallelPlan | None, layout: L
     for argument, size in (("tensor_parallel_size", sizes.tensor), ("pipeline_parallel_size", sizes.pipeline)):
         if size > 1 and plan is None:
             raise ValueError(
-                f"{argument}={size}: {name} does not say how it can be split. Give its model a parallel_plan() method, or "
-                "the strategy a plan."
+                f"{argument}={size}: {name} does not say how it can be split. Give its model a parallel_plan() "
+                "method, or the strategy a plan."
             )
     if sizes.pipeline == 1:
         return
     if not isinstance(module, TitanModule):
         raise ValueError(
-            f"pipeline_parallel_size={sizes.pipeline}: {name} is not a TitanModule. A pipeline runs forward and backward "
-            "of microbatches in an order of its own, and needs model_inputs() and token_loss() to do so."
+            f"pipeline_parallel_size={sizes.pipeline}: {name} is not a TitanModule. A pipeline runs forward and "
+            "backward of microbatches in an order of its own, and needs model_inputs() and token_loss() to do so."
         )
     assert plan is not None
     if plan.tied:
         raise ValueError(
-            f"pipeline_parallel_size={sizes.pipeline}: {' and '.join(plan.tied[0])} share storage, but the first and the "
-            "last pipeline stage hold them apart. Use a model without tied weights, or pipeline_parallel_size=1."
+            f"pipeline_parallel_size={sizes.pipeline}: {' and '.join(plan.tied[0])} share storage, but the first and "
+            "the last pipeline stage hold them apart. Use a model without tied weights, or pipeline_parallel_size=1."
         )
 
 
@@ -149,8 +149,8 @@ def _divide_into_stages(
     outside = [n for n, _ in root.named_parameters() if not any(n.startswith(f"{name}.") for name in everything)]
     if outside:
         raise ValueError(
-            f"pipeline_parallel_size={mesh.size()}: the plan does not place {', '.join(outside[:4])}. Every parameter must "
-            "belong to a block or to a module before or after the blocks."
+            f"pipeline_parallel_size={mesh.size()}: the plan does not place {', '.join(outside[:4])}. Every parameter "
+            "must belong to a block or to a module before or after the blocks."
         )
     own = config.stages_of(mesh.get_local_rank(), mesh.size())
     module.model = stage_view(root, everything, [name for number in own for name in parts[number]])

@@ -98,7 +98,8 @@ class Pipeline:
         schedule.step(*(inputs if self.is_first else ()), target=target, losses=losses, return_outputs=False)
         total = torch.zeros(2, dtype=torch.float64, device=self._device)
         if self.is_last:
-            total = torch.stack([torch.stack(losses).detach().double().sum(), torch.stack(list(self._counts.values())).double().sum()])
+            counts = list(self._counts.values())
+            total = torch.stack([torch.stack(part).detach().double().sum() for part in (losses, counts)])
         total = self.from_last_stage(total)
         self._set_aside = {parameter: parameter.grad for parameter in self._module.parameters()}
         self.clear_gradients()

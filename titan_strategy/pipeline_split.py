@@ -54,20 +54,21 @@ class PipelineConfig:
         if self.split is not None:
             if len(self.split) % ranks:
                 raise ValueError(
-                    f"pipeline.split has {len(self.split)} stages, which pipeline_parallel_size={ranks} does not divide."
+                    f"pipeline.split has {len(self.split)} stages, which pipeline_parallel_size={ranks} does not "
+                    "divide."
                 )
             count = len(self.split) // ranks
         else:
             count = self.stages_per_rank or (1 if self.one_stage_per_rank else 2)
         if self.stages_per_rank is not None and self.stages_per_rank != count:
             raise ValueError(
-                f"pipeline.stages_per_rank={self.stages_per_rank}, but pipeline.split has {len(self.split or ())} stages "
-                f"for pipeline_parallel_size={ranks}: {count} on each rank."
+                f"pipeline.stages_per_rank={self.stages_per_rank}, but pipeline.split has {len(self.split or ())} "
+                f"stages for pipeline_parallel_size={ranks}: {count} on each rank."
             )
         if self.one_stage_per_rank and count != 1:
             raise ValueError(
-                f"pipeline.schedule={self.schedule!r} runs one stage on each rank, but there are {count}. Schedules for "
-                "several: Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble."
+                f"pipeline.schedule={self.schedule!r} runs one stage on each rank, but there are {count}. Schedules "
+                "for several: Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble."
             )
         if self.schedule == _V_SHAPED and self.schedule_csv is None and count != 2:
             raise ValueError(f"pipeline.schedule='ZBVZeroBubble' runs two stages on each rank, but there are {count}.")
@@ -96,15 +97,13 @@ class PipelineConfig:
             raise ValueError(f"pipeline.microbatches={count}: expected at least 1.")
         if self.schedule_csv is None and self.schedule == "1F1B" and count < stages:
             raise ValueError(
-                f"pipeline.microbatches={count} is fewer than the {stages} stages, which pipeline.schedule='1F1B' cannot "
-                f"run. Use {stages} or more, or GPipe."
+                f"pipeline.microbatches={count} is fewer than the {stages} stages, which pipeline.schedule='1F1B' "
+                f"cannot run. Use {stages} or more, or GPipe."
             )
         return count
 
 
-def assign_modules(
-    root: nn.Module, plan: ParallelPlan, stages: int, config: PipelineConfig
-) -> list[list[str]]:
+def assign_modules(root: nn.Module, plan: ParallelPlan, stages: int, config: PipelineConfig) -> list[list[str]]:
     """For each stage, the FQNs of the plan's modules that it holds.
 
     Raises:
@@ -140,9 +139,9 @@ def divide_blocks(blocks: int, stages: int, before_weight: int, after_weight: in
     quotas[-1] -= after_weight
     if stages > blocks + (before_weight > 0) + (after_weight > 0) or min(quotas) < 0 or 0 in quotas[1:-1]:
         raise ValueError(
-            f"{stages} pipeline stages (pipeline_parallel_size x stages per rank) are too many for {blocks} blocks with "
-            f"pipeline.before_weight={before_weight} and pipeline.after_weight={after_weight}. Use at most {blocks} "
-            "stages, lower the weights, or give pipeline.split."
+            f"{stages} pipeline stages (pipeline_parallel_size x stages per rank) are too many for {blocks} blocks "
+            f"with pipeline.before_weight={before_weight} and pipeline.after_weight={after_weight}. Use at most "
+            f"{blocks} stages, lower the weights, or give pipeline.split."
         )
     return quotas
 
@@ -181,8 +180,8 @@ def _check_split(split: list[list[str]], everything: list[str]) -> None:
         raise ValueError(f"pipeline.split leaves out {', '.join(missing[:4])}.")
     if unknown := [name for name in given if name not in everything]:
         raise ValueError(
-            f"pipeline.split names {', '.join(unknown[:4])}, which the plan does not: a stage may hold its blocks and the "
-            "modules before and after them."
+            f"pipeline.split names {', '.join(unknown[:4])}, which the plan does not: a stage may hold its blocks and "
+            "the modules before and after them."
         )
     if given != everything:
         raise ValueError("pipeline.split must name every module once, in the order in which they run.")

@@ -29,7 +29,7 @@ def local_part(full: Tensor, like: DTensor) -> Tensor:
 def sharded_dim(placement: Placement) -> int | None:
     """The tensor dimension that a placement splits, None if it splits none.
 
-    FSDP2 marks a dimension that tensor parallelism has split before it with a placement of its own, which is no `Shard`.
+    FSDP2 marks a dimension that tensor parallelism has split before it with a placement of its own, no `Shard`.
     """
     return getattr(placement, "dim", None)
 

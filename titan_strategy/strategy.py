@@ -1,6 +1,6 @@
 """`TitanStrategy`: the hooks that Lightning calls, in the order in which it calls them."""
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -164,7 +164,7 @@ class TitanStrategy(ParallelStrategy):
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = self.global_rank
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]  # Lightning sets it undeclared, too
         self._sizes.resolve(self.num_nodes * self.num_processes)
         if self._cpu_offload and self.root_device.type == "cpu":
             raise ValueError("cpu_offload=True: on accelerator='cpu' the parameters are in host memory already.")
@@ -199,7 +199,7 @@ class TitanStrategy(ParallelStrategy):
         with torch.device("meta"), self.precision_plugin.tensor_init_context():
             yield
 
-    # -- Loading a checkpoint: read before the model is set up, applied in `setup` --------------------------------------
+    # -- Loading a checkpoint: read before the model is set up, applied in `setup` -------------------------------------
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
@@ -234,7 +234,8 @@ class TitanStrategy(ParallelStrategy):
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         # A first FSDP2 forward under inference mode makes later training fail; no_grad has no such trap.
-        for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop, trainer.fit_loop.epoch_loop.val_loop):
+        val_loop = trainer.fit_loop.epoch_loop.val_loop
+        for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop, val_loop):
             loop.inference_mode = False
 
     def _parallelize(self, module: pl.LightningModule) -> None:
@@ -284,15 +285,18 @@ class TitanStrategy(ParallelStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        module = self.lightning_module
-        if isinstance(module, TitanModule) and module.pipeline is not None and self._token_loss.window_is_new:
-            module.pipeline.clear_gradients()
+        module, token_loss = self.lightning_module, self._token_loss
+        if isinstance(module, TitanModule) and module.pipeline is not None:
+            assert token_loss is not None
+            if token_loss.window_is_new:
+                module.pipeline.clear_gradients()
         with self._loss_context():
             output = super().training_step(*args, **kwargs)
-        if self._token_loss is None:
+        if token_loss is None:
             return tree_map(whole, output)
         assert module is not None
-        loss = self._token_loss.start(output, last_of_window=not self._accumulating)
+        loss = token_loss.start(output, last_of_window=not self._accumulating)
+        assert isinstance(output, Mapping), "start() has checked it"
         module.log("train/loss", loss, prog_bar=True, on_step=True, on_epoch=False, batch_size=1)
         return {**output, "loss": loss}
 
@@ -332,8 +336,7 @@ class TitanStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         assert self.mesh is not None
-        stages = self.mesh.pipeline.get_group() if self.mesh.sizes.pipeline > 1 else None
-        norm = gradients.global_norm(parameters, norm_type, self.root_device, stages)
+        norm = gradients.global_norm(parameters, norm_type, self.root_device, self.mesh.stages_group)
         self.lightning_module.log("train/grad_norm", norm, on_step=True, on_epoch=False, batch_size=1)
         if limit > 0 and algorithm == GradClipAlgorithmType.NORM:
             gradients.clip_by_norm(parameters, norm, limit)
@@ -420,7 +423,8 @@ class TitanStrategy(ParallelStrategy):
         if self._save_distributed_checkpoint:
             ckpt.save_sharded(path, checkpoint, distributed.rng_state(self.root_device))
         else:
-            ckpt.save_file(path, checkpoint, self.checkpoint_io)
+            assert self.mesh is not None
+            ckpt.save_file(path, checkpoint, self.checkpoint_io, self.mesh)
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:

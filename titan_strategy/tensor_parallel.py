@@ -4,7 +4,7 @@ Between blocks activations are plain tensors, split over the sequence with seque
 norm gathers its output once for all the products that read it; a row-wise product reduces (and splits) its own.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -29,7 +29,8 @@ def resolve_styles(root: nn.Module, plan: ParallelPlan) -> dict[nn.Module, Tenso
             if name in chosen and chosen[name][1] != style:
                 first, other = chosen[name]
                 raise ValueError(
-                    f"plan.tensor_parallel gives {name} two styles: {first!r} says {other!r} and {pattern!r} says {style!r}."
+                    f"plan.tensor_parallel gives {name} two styles: {first!r} says {other!r} and {pattern!r} says "
+                    f"{style!r}."
                 )
             chosen[name] = (pattern, style)
     for name, module in root.named_modules():
@@ -99,7 +100,7 @@ class GatheredNorm(ParallelStyle):
         self._stream = stream
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return distribute_module(module, device_mesh, input_fn=self._enter, output_fn=self._leave)
+        return _around(module, device_mesh, self._enter, self._leave)
 
     def _enter(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
         return (DTensor.from_local(inputs[0], mesh, [self._stream], run_check=False), *inputs[1:])
@@ -116,7 +117,7 @@ class Replicated(ParallelStyle):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return distribute_module(module, device_mesh, input_fn=self._enter, output_fn=self._leave)
+        return _around(module, device_mesh, self._enter, self._leave)
 
     def _enter(self, module: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
         if isinstance(inputs[0], DTensor):
@@ -126,6 +127,12 @@ class Replicated(ParallelStyle):
 
     def _leave(self, module: nn.Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
         return output if output.placements == (Replicate(),) else output.to_local()
+
+
+def _around(module: nn.Module, mesh: DeviceMesh, enter: Callable[..., Any], leave: Callable[..., Any]) -> nn.Module:
+    """Make the parameters of `module` whole DTensors, and let it run between two hooks that return what they change."""
+    # torch declares these hooks as returning nothing, and uses what they return.
+    return distribute_module(module, mesh, input_fn=enter, output_fn=leave)
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -14,8 +14,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
-import datasets
-
 STANDARD_LIBRARY = "stdlib"
 
 # Suffix -> builder of the `datasets` package. A .txt file is one document; so is each record of the others.
@@ -183,6 +181,8 @@ class Files:
     def _load(self, **options: Any) -> Any:
         if self._builder == "text":
             options["sample_by"] = "document"
+        import datasets  # seconds, and the standard library needs none of it
+
         names = [str(file) for file in self.files]
         return datasets.load_dataset(self._builder, data_files=names, split="train", **options)
 
@@ -210,6 +210,8 @@ class HubDataset:
         return _texts(self._load(streaming=True).skip(skip), self.text_field)
 
     def _load(self, *, streaming: bool) -> Any:
+        import datasets  # as above
+
         try:
             return datasets.load_dataset(self.name, self.subset, split=self.split, streaming=streaming)
         except OSError as error:  # not found and not reachable are both OSErrors

@@ -15,7 +15,7 @@ class LazyDataLoader(DataLoader[Any]):
     plain loader would by then have fetched the first batches of the wrong epoch.
     """
 
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch's base class names its own private iterator
         yield from super().__iter__()
 
     # Lightning takes a loader with these two for one that can resume inside an epoch, and warns about any other. This

@@ -131,7 +131,8 @@ class HeldOutSampler(DistributedSampler[int | None]):
     """
 
     def __init__(self, rows: int, *, batch_size: int, num_replicas: int, rank: int) -> None:
-        super().__init__(range(rows), num_replicas, rank, shuffle=False)  # type: ignore[arg-type]
+        numbers = range(rows)  # as above
+        super().__init__(numbers, num_replicas, rank, shuffle=False)  # type: ignore[arg-type]
         self.rows = rows
         self.batch_size = batch_size
         self.global_batch_size = num_replicas * batch_size

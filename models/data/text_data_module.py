@@ -147,7 +147,7 @@ class TextDataModule(LightningDataModule):
             raise RuntimeError(f"There are no tokens in {self._cache_folder}: prepare_data() comes before setup().")
         if stage == TrainerFn.FITTING and self.trainer is not None:
             self._progress.begin(Position())
-            callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+            callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]  # set undeclared
             if self._progress not in callbacks:
                 callbacks.insert(0, self._progress)
 

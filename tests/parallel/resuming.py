@@ -38,11 +38,11 @@ class Job:
 class Block(nn.Module):
     def __init__(self, dropout: float) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.dropout(self.down(torch.relu(self.up(x))))
+        return x + self.dropout(self.down(torch.relu(self.up(self.norm(x)))))
 
 
 class Net(nn.Module):
@@ -50,16 +50,28 @@ class Net(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(8192, 16)
         self.layers = nn.ModuleList(Block(dropout) for _ in range(2))
-        self.head = nn.Linear(16, 8192)
+        self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 8192)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
+        x = tokens if self.embedding is None else self.embedding(tokens)
         for layer in self.layers:
             x = layer(x)
-        return self.head(x)
+        return x if self.head is None else self.head(self.norm(x))
 
     def parallel_plan(self) -> ParallelPlan:
-        return ParallelPlan(blocks="layers.*", before=("embedding",), after=("head",))
+        return ParallelPlan(
+            blocks="layers.*",
+            before=("embedding",),
+            after=("norm", "head"),
+            tensor_parallel={
+                "embedding": "embedding",
+                "layers.*.norm": "sequence",
+                "layers.*.up": "colwise",
+                "layers.*.down": "rowwise",
+                "norm": "sequence",
+                "head": "head",
+            },
+        )
 
 
 class Module(TitanModule):

@@ -57,7 +57,12 @@ def test_same_rows_and_losses_on_another_layout(rank_pool, folder, ranks, batch_
         rank_pool.run(train_text, 2, job)
     whole = rank_pool.run(train_text, 2, replace(job, save_every=None))[0]
     job = replace(
-        job, batch_size=batch_size, accumulate=accumulate, options=options, save_every=None, ckpt_path=checkpoint(job, 5)
+        job,
+        batch_size=batch_size,
+        accumulate=accumulate,
+        options=options,
+        save_every=None,
+        ckpt_path=checkpoint(job, 5),
     )
     for resumed in rank_pool.run(train_text, ranks, job):
         expected = tail(whole, 5)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
@@ -119,7 +120,7 @@ def load_weights(saved: SavedTensors | FullTensors, module: nn.Module, strict: b
     state = module.state_dict()
     contents = saved.contents()
     if strict:
-        _check_names(saved.path, type(module).__name__, set(state), set(contents))
+        _check_names(saved.path, type(module).__name__, _names_on_all_ranks(state), set(contents))
     known = {name: value for name, value in state.items() if name in contents}
     for name, value in known.items():
         found = getattr(contents[name], "shape", None)
@@ -173,6 +174,13 @@ def _on_meta(entry: Any) -> Tensor | None:
     if not isinstance(entry, TensorStorageMetadata):
         return None
     return torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+
+
+def _names_on_all_ranks(state: Mapping[str, Any]) -> set[str]:
+    """What the ranks expect together: each pipeline stage has names of its own."""
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, list(state))
+    return set().union(*everywhere)
 
 
 def _check_names(path: Path, model: str, wanted: set[str], saved: set[str]) -> None:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from titan_strategy.checkpoint.directory import META, prepare, publish, rank_file, staging
 from titan_strategy.checkpoint.together import one_error, together
+from titan_strategy.mesh import ParallelMesh
 
 
 def save_sharded(path: Path, checkpoint: dict[str, Any], rng: dict[str, Any]) -> None:
@@ -36,11 +37,11 @@ def save_sharded(path: Path, checkpoint: dict[str, Any], rng: dict[str, Any]) ->
     together(path, lambda: _finish(path, meta) if rank == 0 else None)
 
 
-def save_file(path: Path, checkpoint: dict[str, Any], checkpoint_io: CheckpointIO) -> None:
+def save_file(path: Path, checkpoint: dict[str, Any], checkpoint_io: CheckpointIO, mesh: ParallelMesh) -> None:
     """Gather everything on rank 0 and write it as one file through `checkpoint_io`. Call it on every rank."""
-    full = {**checkpoint, "state_dict": gather(checkpoint["state_dict"])}
+    full = {**checkpoint, "state_dict": gather(checkpoint["state_dict"], mesh)}
     if "optimizer_states" in checkpoint:
-        full["optimizer_states"] = [gather(state) for state in checkpoint["optimizer_states"]]
+        full["optimizer_states"] = [gather(state, mesh) for state in checkpoint["optimizer_states"]]
 
     def write() -> None:
         checkpoint_io.save_checkpoint(full, staging(path))
@@ -59,12 +60,16 @@ def loader_states(checkpoint: dict[str, Any]) -> list[Any] | None:
     return checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).get("combined_loader")
 
 
-def gather(state: dict[str, Any]) -> dict[str, Any]:
-    """Full tensors in host memory on rank 0; the other ranks take part and keep nothing."""
-    gathered = {}
+def gather(state: dict[str, Any], mesh: ParallelMesh) -> dict[str, Any]:
+    """Full tensors of all pipeline stages, in host memory of rank 0; the other ranks take part and keep nothing."""
+    own = {}
     for name, value in state.items():
         if isinstance(value, DTensor):
             value = value.full_tensor()
-        if dist.get_rank() == 0:
-            gathered[name] = value.cpu() if isinstance(value, Tensor) else value
-    return gathered
+        if mesh.is_first_of_stage:
+            own[name] = value.cpu() if isinstance(value, Tensor) else value
+    if mesh.stages_group is None or not mesh.is_first_of_stage:
+        return own if dist.get_rank() == 0 else {}
+    stages: list[Any] | None = [None] * mesh.sizes.pipeline if dist.get_rank() == 0 else None
+    dist.gather_object(own, stages, group=mesh.stages_group, group_dst=0)
+    return {name: value for stage in stages or () for name, value in stage.items()}

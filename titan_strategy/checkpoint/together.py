@@ -37,7 +37,7 @@ def together(path: Path, action: Callable[[], T]) -> T:
 
 @contextmanager
 def one_error(path: Path) -> Generator[None, None, None]:
-    """Around calls to `torch.distributed.checkpoint`, whose error is no `Exception` and holds every rank's traceback."""
+    """Around calls to `torch.distributed.checkpoint`, whose error is no `Exception` and holds the ranks' tracebacks."""
     try:
         yield
     except CheckpointException as error:
