@@ -36,6 +36,7 @@ class Run:
     clip_algorithm: Literal["norm", "value"] = "norm"
     optimizer: Literal["sgd", "adamw"] = "sgd"
     tied: bool = False
+    frozen: bool = False  # part of the parameters; the rest in two groups
     microbatch_rows: int = ROWS  # over all data ranks
 
 
@@ -94,7 +95,7 @@ class Module(TitanModule):
 
     def configure_model(self) -> None:
         if self.model is None:
-            self.model = Transformer(config(self.run.tied))
+            self.model = build_model(self.run)
 
     def model_inputs(self, batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
         return (batch["tokens"],)
@@ -106,7 +107,7 @@ class Module(TitanModule):
         return (whole(output.argmax(-1)) == batch["labels"]).sum()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return make_optimizer(self.parameters(), self.run)
+        return make_optimizer(self.model, self.run)
 
     def train_dataloader(self) -> DataLoader:
         return self._loader(self.run.microbatches, first=0)
@@ -120,11 +121,25 @@ class Module(TitanModule):
         return DataLoader(rows, batch_size=None)
 
 
-def make_optimizer(parameters: Any, run: Run) -> torch.optim.Optimizer:
+def build_model(run: Run) -> Transformer:
+    model = Transformer(config(run.tied))
+    if run.frozen:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not name.startswith(("tok_embeddings.", "layers.0.", "layers.2.attention.wq")))
+    return model
+
+
+def make_optimizer(model: nn.Module, run: Run) -> torch.optim.Optimizer:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups: Any = trained
+    if run.frozen:
+        matrices = [parameter for parameter in trained if parameter.ndim > 1]
+        vectors = [parameter for parameter in trained if parameter.ndim == 1]
+        groups = [{"params": matrices}, {"params": vectors, "lr": 2e-3}]
     if run.optimizer == "sgd":
-        return torch.optim.SGD(parameters, lr=0.5, momentum=0.9)
+        return torch.optim.SGD(groups, lr=0.5, momentum=0.9)
     # At the default eps, Adam turns the rounding noise of a gradient near zero into a step of full size.
-    return torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.1, eps=1e-6)
+    return torch.optim.AdamW(groups, lr=1e-3, weight_decay=0.1, eps=1e-5)
 
 
 class Recorder(pl.Callback):
@@ -137,7 +152,7 @@ class Recorder(pl.Callback):
         self.trace["initial"] = full_parameters(pl_module)
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
-        self.trace["gradients"].append(on_all_stages(pl_module, {n: full(p.grad) for n, p in names(pl_module)}))
+        self.trace["gradients"].append(on_all_stages(pl_module, {n: full(p.grad) for n, p in names(pl_module) if p.requires_grad}))
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         if trainer.global_step > len(self.trace["loss"]):
@@ -188,8 +203,8 @@ def quiet_trainer(strategy: Any, devices: int, **options: Any) -> pl.Trainer:
 
 def oracle(run: Run, device: torch.device = torch.device("cpu")) -> Trace:
     """The same run in one process, in plain PyTorch."""
-    model = initial_model(run.tied, device)
-    optimizer = make_optimizer(model.parameters(), run)
+    model = initial_model(run, device)
+    optimizer = make_optimizer(model, run)
     trace: Trace = {"gradients": [], "loss": [], "norm": [], "initial": copies(model)}
     for start in range(0, run.microbatches, run.accumulate):
         window = range(start, min(start + run.accumulate, run.microbatches))
@@ -198,8 +213,8 @@ def oracle(run: Run, device: torch.device = torch.device("cpu")) -> Trace:
         loss_sum, tokens = token_loss(model(rows["tokens"]), rows["labels"])
         (loss_sum / tokens).backward()
         trace["loss"].append((loss_sum / tokens).item())
-        trace["gradients"].append({name: p.grad.clone() for name, p in model.named_parameters()})
-        gradients = [p.grad for p in model.parameters()]
+        trace["gradients"].append({name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad})
+        gradients = [p.grad for p in model.parameters() if p.requires_grad]
         trace["norm"].append(torch.nn.utils.get_total_norm(gradients).item())
         if run.clip and run.clip_algorithm == "norm":
             torch.nn.utils.clip_grad_norm_(model.parameters(), run.clip)
@@ -227,10 +242,10 @@ def evaluate(model: nn.Module, run: Run, device: torch.device) -> dict[str, floa
     }
 
 
-def initial_model(tied: bool, device: torch.device) -> nn.Module:
+def initial_model(run: Run, device: torch.device) -> nn.Module:
     module = nn.Module()  # names are relative to the LightningModule: "model...."
     with torch.device("meta"):
-        module.model = Transformer(config(tied))
+        module.model = build_model(run)
     materialize(module, device, device, SEED)
     return module.model
 

@@ -90,7 +90,7 @@ class Module(TitanModule):
         return token_loss(output, batch["labels"])
 
     def configure_optimizers(self) -> Any:
-        optimizer = make_optimizer(self.parameters(), Run(optimizer=self.job.optimizer))
+        optimizer = make_optimizer(self.model, Run(optimizer=self.job.optimizer))
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 

@@ -17,6 +17,7 @@ TENSOR_2 = {"tensor_parallel_size": 2}
         (Layout(2, TENSOR_2 | {"loss_parallel": False}), Run(clip=0.05)),
         (Layout(2, TENSOR_2 | {"loss_parallel": False, "sequence_parallel": False}), Run()),
         (Layout(2, TENSOR_2), Run(tied=True, clip=0.05)),
+        (Layout(2, TENSOR_2), Run(frozen=True, clip=0.05, optimizer="adamw")),
         (Layout(4, TENSOR_2), Run(microbatches=9, accumulate=2, clip=0.05, optimizer="adamw")),
         (Layout(4, TENSOR_2), Run(tied=True, clip=0.05)),
         (Layout(4, TENSOR_2 | {"data_parallel_replicate_size": 2}), Run(clip=0.05)),
