@@ -15,6 +15,7 @@ from typing_extensions import override
 from models.config import PresetName, TransformerConfig, TransformerOverrides
 from models.schedules import LearningRateSchedule
 from models.transformer import Transformer
+from titan_strategy.dimensions import Dimension, ModelDimensions
 from titan_strategy.module import TitanModule
 from titan_strategy.tensor_parallel import whole
 
@@ -99,9 +100,24 @@ class CausalLM(TitanModule):
         if self.model is None:
             self.model = Transformer(self.config)
 
+    @property
+    def _section(self) -> str:
+        """The argument that sets single fields of the configuration."""
+        return "overrides" if self.hparams["preset"] is not None else "config"
+
+    @override
+    def dimensions(self) -> ModelDimensions:
+        def dimension(name: str) -> Dimension:
+            return Dimension(f"model.{self._section}.{name}", getattr(self.config, name))
+
+        return ModelDimensions(
+            split=(dimension("n_heads"), dimension("n_kv_heads"), dimension("ffn_dim")),
+            vocabulary=dimension("vocab_size"),
+        )
+
     @override
     def check_setup(self, trainer: pl.Trainer, datamodule: pl.LightningDataModule | None) -> None:
-        section = "overrides" if self.hparams["preset"] is not None else "config"
+        section = self._section
         sequence_length = getattr(datamodule, "sequence_length", None)
         if sequence_length is not None and sequence_length > self.config.max_sequence_length:
             limit = self.config.max_sequence_length

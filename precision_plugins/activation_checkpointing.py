@@ -30,4 +30,4 @@ class ActivationCheckpointing:
             return
         for block in blocks:
             # Replacing the bound forward instead of wrapping the module keeps every parameter name canonical.
-            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)

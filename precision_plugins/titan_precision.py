@@ -48,7 +48,7 @@ class TitanPrecision(Precision):
             raise ValueError(f"precision={precision!r}: valid values are '32-true', 'bf16-true' and 'bf16-mixed'.")
         if gradient_norm_type not in (2.0, float("inf")):
             raise ValueError(f"gradient_norm_type={gradient_norm_type!r}: valid values are 2.0 and infinity.")
-        self.precision: PrecisionName = precision  # type: ignore[assignment]
+        self.precision: PrecisionName = precision
         self.activation_checkpointing = activation_checkpointing
         self.gradient_norm_type = float(gradient_norm_type)
         self._clip: GradientClipper | None = None

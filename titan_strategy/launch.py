@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import lightning.pytorch as pl
@@ -15,8 +14,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from typing_extensions import override
 
-from titan_strategy.checkpoint import check_complete, gather
-from titan_strategy.module import TitanModule
+from titan_strategy.checkpoint import gather
+from titan_strategy.preflight import preflight
 
 if TYPE_CHECKING:
     from titan_strategy.strategy import TitanStrategy
@@ -27,7 +26,8 @@ StartMethod = Literal["popen", "spawn", "fork", "auto"]
 def check_start_method(start_method: StartMethod) -> StartMethod:
     """Return `start_method` if it is one, else raise ValueError."""
     if start_method not in get_args(StartMethod):
-        raise ValueError(f"start_method={start_method!r}: valid values are {', '.join(map(repr, get_args(StartMethod)))}.")
+        valid = ", ".join(map(repr, get_args(StartMethod)))
+        raise ValueError(f"start_method={start_method!r}: valid values are {valid}.")
     return start_method
 
 
@@ -42,14 +42,6 @@ def make_launcher(strategy: "TitanStrategy", start_method: StartMethod) -> _Laun
     if start_method == "popen":
         return ScriptLauncher(environment, strategy.num_processes, strategy.num_nodes)
     return ProcessLauncher(strategy, start_method)
-
-
-def preflight(trainer: pl.Trainer, module: pl.LightningModule, ckpt_path: str | Path | None = None) -> None:
-    """Raise for everything that is known to fail, before any process waits for another."""
-    if ckpt_path not in (None, "best", "last", "hpc", "registry"):
-        check_complete(Path(ckpt_path))
-    if isinstance(module, TitanModule):
-        module.check_setup(trainer, getattr(trainer, "datamodule", None))
 
 
 class ScriptLauncher(_SubprocessScriptLauncher):
@@ -74,7 +66,7 @@ class ProcessLauncher(_MultiProcessingLauncher):
         """Runs on every rank. The parent process cannot hold shards, so after training they are gathered."""
         if trainer.state.fn != TrainerFn.FITTING:
             return super()._collect_rank_zero_results(trainer, results)
-        mesh = trainer.strategy.mesh
+        mesh = self._strategy.mesh  # type: ignore[attr-defined]  # Lightning calls it a ParallelStrategy
 
         def gather_shards(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
             state.update(gather(state, mesh))
@@ -97,4 +89,5 @@ def _preflight_of_call(function: Callable, args: Any, kwargs: Any, trainer: pl.T
         return
     arguments = inspect.signature(function).bind(*args, **kwargs).arguments
     module = arguments.get("model") or trainer.lightning_module
-    preflight(trainer, module, arguments.get("ckpt_path"))
+    datamodule = arguments.get("datamodule") or getattr(trainer, "datamodule", None)
+    preflight(trainer, module, datamodule, arguments.get("ckpt_path"))

@@ -32,11 +32,11 @@ def materialize(root: nn.Module, device: torch.device, scratch_device: torch.dev
     """
     modules = {name: module for name, module in root.named_modules() if any(t.is_meta for _, t in _own_tensors(module))}
     _allocate(root, device, scratch_device)
-    owners = _first_owners(root)
     unwritten: list[str] = []
-    # Children before parents, as when the modules were constructed, so that a parent may have the last word.
+    # Children before parents, as when the modules were constructed, so that a parent may have the last word; and so has
+    # the first owner of a tied parameter.
     for name, module in reversed(modules.items()):
-        unwritten += _initialise(name, module, owners, scratch_device, seed)
+        unwritten += _initialise(name, module, scratch_device, seed)
     if unwritten:
         raise RuntimeError(
             "Built on the meta device and left without a value: " + ", ".join(sorted(unwritten)) + ". "
@@ -60,9 +60,7 @@ def _allocate(root: nn.Module, device: torch.device, buffer_device: torch.device
                 module._buffers[key] = torch.empty_like(buffer, device=buffer_device)
 
 
-def _initialise(
-    name: str, module: nn.Module, owners: dict[Tensor, nn.Module], scratch_device: torch.device, seed: int
-) -> list[str]:
+def _initialise(name: str, module: nn.Module, scratch_device: torch.device, seed: int) -> list[str]:
     """Run one module's initialiser and keep the local part of what it wrote; returns the tensors it did not write."""
     initialiser, unit = _initialiser(module)
     if initialiser is None:
@@ -84,8 +82,7 @@ def _initialise(
         missing = _holds_marker(full)
         if missing and part is not module:
             continue  # it has the value that its own initialiser gave it
-        if owners.get(target, part) is part:
-            copy_full_(target, full)
+        copy_full_(target, full)
         if missing:
             unwritten.append(_join(name, key))
     return unwritten
@@ -165,14 +162,6 @@ def _own_tensor(module: nn.Module, key: str) -> Tensor:
     tensor = module._parameters[key] if key in module._parameters else module._buffers[key]
     assert tensor is not None
     return tensor
-
-
-def _first_owners(root: nn.Module) -> dict[Tensor, nn.Module]:
-    owners: dict[Tensor, nn.Module] = {}
-    for module in root.modules():
-        for parameter in module.parameters(recurse=False):
-            owners.setdefault(parameter, module)
-    return owners
 
 
 def _join(name: str, key: str) -> str:

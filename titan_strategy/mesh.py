@@ -63,6 +63,12 @@ class ParallelSizes:
             )
         return replace(self, shard=fitting)
 
+    @property
+    def data_ranks(self) -> int:
+        """How many ranks read different rows; of resolved sizes."""
+        assert isinstance(self.shard, int), "sizes must be resolved against the world size first"
+        return self.replicate * self.shard
+
     def _by_argument(self) -> dict[str, int | str]:
         return {
             "pipeline_parallel_size": self.pipeline,

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from typing_extensions import override
 
+from titan_strategy.dimensions import ModelDimensions
 from titan_strategy.distributed import all_rows
 from titan_strategy.metrics import Perplexity, TokenMean
 from titan_strategy.plan import ParallelPlan
@@ -61,6 +62,10 @@ class TitanModule(pl.LightningModule):
         """How `self.model` can be split; by default what the model itself says."""
         own = getattr(self.model, "parallel_plan", None)
         return own() if own is not None else None
+
+    def dimensions(self) -> ModelDimensions | None:
+        """The sizes that a layout must divide, for the checks before a run; None leaves them unchecked."""
+        return None
 
     def check_setup(self, trainer: pl.Trainer, datamodule: pl.LightningDataModule | None) -> None:
         """Raise ValueError for what cannot work. Called before processes start, when no model exists yet."""

@@ -19,7 +19,7 @@ from titan_strategy.data_parallel import (
     sum_gradients,
 )
 from titan_strategy.materialize import materialize
-from titan_strategy.mesh import ParallelMesh
+from titan_strategy.mesh import ParallelMesh, ParallelSizes
 from titan_strategy.module import TitanModule
 from titan_strategy.pipeline_parallel import Pipeline
 from titan_strategy.pipeline_split import PipelineConfig, assign_modules, stage_view
@@ -63,9 +63,9 @@ def parallelize(
         The modules whose forward starts the FSDP2 units: one, or one for each pipeline stage of this rank.
     """
     mesh = layout.mesh
-    _check(module)
-    root, plan = _root_and_plan(module, plan)
-    _check_plan(module, plan, layout)
+    check_module(module)
+    root, plan = root_and_plan(module, plan)
+    check_plan(module, plan, mesh.sizes)
     precision.convert_module(module)
     units = find_units(root, plan)
     styles = resolve_styles(root, plan) if plan is not None and mesh.sizes.tensor > 1 else {}
@@ -87,7 +87,8 @@ def parallelize(
     return roots
 
 
-def _check(module: pl.LightningModule) -> None:
+def check_module(module: pl.LightningModule) -> None:
+    """Raise ValueError for a module, its model built, that cannot be trained."""
     name = type(module).__name__
     if next(module.parameters(), None) is None:
         raise ValueError(f"{name} has no parameters after configure_model(). Build the model there or in __init__.")
@@ -104,7 +105,7 @@ def _check(module: pl.LightningModule) -> None:
             )
 
 
-def _root_and_plan(module: pl.LightningModule, plan: ParallelPlan | None) -> tuple[nn.Module, ParallelPlan | None]:
+def root_and_plan(module: pl.LightningModule, plan: ParallelPlan | None) -> tuple[nn.Module, ParallelPlan | None]:
     """The module whose forward starts everything, and the plan relative to it."""
     if not isinstance(module, TitanModule):
         return module, plan
@@ -112,8 +113,9 @@ def _root_and_plan(module: pl.LightningModule, plan: ParallelPlan | None) -> tup
     return module.model, module.parallel_plan() if plan is None else plan.relative_to("model")
 
 
-def _check_plan(module: pl.LightningModule, plan: ParallelPlan | None, layout: Layout) -> None:
-    name, sizes = type(module).__name__, layout.mesh.sizes
+def check_plan(module: pl.LightningModule, plan: ParallelPlan | None, sizes: ParallelSizes) -> None:
+    """Raise ValueError for sizes that need a plan, or another one."""
+    name = type(module).__name__
     for argument, size in (("tensor_parallel_size", sizes.tensor), ("pipeline_parallel_size", sizes.pipeline)):
         if size > 1 and plan is None:
             raise ValueError(
@@ -144,19 +146,30 @@ def _divide_into_stages(
         return []
     assert isinstance(module, TitanModule) and module.model is not None and plan is not None
     root = module.model
-    parts = assign_modules(root, plan, config.stages_on_each_of(mesh.size()) * mesh.size(), config)
+    parts = divide_model(root, plan, mesh.size(), config)
     everything = [name for part in parts for name in part]
-    outside = [n for n, _ in root.named_parameters() if not any(n.startswith(f"{name}.") for name in everything)]
-    if outside:
-        raise ValueError(
-            f"pipeline_parallel_size={mesh.size()}: the plan does not place {', '.join(outside[:4])}. Every parameter "
-            "must belong to a block or to a module before or after the blocks."
-        )
     own = config.stages_of(mesh.get_local_rank(), mesh.size())
     module.model = stage_view(root, everything, [name for number in own for name in parts[number]])
     views = {number: stage_view(module.model, everything, parts[number]) for number in own}
     module.pipeline = Pipeline(module, views, config, mesh, device)
     return list(views.values())
+
+
+def divide_model(root: nn.Module, plan: ParallelPlan, ranks: int, config: PipelineConfig) -> list[list[str]]:
+    """For each pipeline stage, the FQNs of its modules; together they hold every parameter of `root`.
+
+    Raises:
+        ValueError: If the model cannot be divided like that.
+    """
+    parts = assign_modules(root, plan, config.stages_on_each_of(ranks) * ranks, config)
+    everything = [name for part in parts for name in part]
+    outside = [n for n, _ in root.named_parameters() if not any(n.startswith(f"{name}.") for name in everything)]
+    if outside:
+        raise ValueError(
+            f"pipeline_parallel_size={ranks}: the plan does not place {', '.join(outside[:4])}. Every parameter must "
+            "belong to a block or to a module before or after the blocks."
+        )
+    return parts
 
 
 def _reshard_policy(layout: Layout) -> ReshardPolicy:

@@ -82,7 +82,8 @@ class Pipeline:
         Raises:
             ValueError: If the rows of the batch do not divide into microbatches.
         """
-        inputs = self._module.model_inputs(batch)
+        # torch's stages compare the strides of each microbatch with those of its buffers.
+        inputs = tuple(tensor.contiguous() for tensor in self._module.model_inputs(batch))
         rows = inputs[0].shape[0]
         if rows % self._microbatches:
             raise ValueError(

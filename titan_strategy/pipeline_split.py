@@ -1,6 +1,7 @@
 """Which modules each pipeline stage holds, and which stages each rank."""
 
 import copy
+import re
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +24,8 @@ class PipelineConfig:
     Args:
         schedule: Order of forward and backward passes; the names are torch's (`torch.distributed.pipelining`).
         schedule_csv: A file with the order of operations of each rank, one line per rank, in the format that torch's
-            schedules write; takes the place of `schedule`.
+            schedules write (`0F1` is the forward pass of stage 0 for microbatch 1). It takes the place of `schedule`,
+            and says which stages each rank holds and how many microbatches there are.
         microbatches: Number of microbatches that a rank's batch is cut into; by default the number of stages.
         stages_per_rank: By default 1 for GPipe and 1F1B, and 2 for the others.
         split: For each stage the FQNs of its modules, relative to the module of the plan; by default the blocks are
@@ -43,7 +45,7 @@ class PipelineConfig:
     @property
     def one_stage_per_rank(self) -> bool:
         """Whether the schedule runs a single stage on each rank."""
-        return self.schedule_csv is None and self.schedule in _ONE_STAGE_PER_RANK
+        return self.schedule in _ONE_STAGE_PER_RANK
 
     def stages_on_each_of(self, ranks: int) -> int:
         """Stages per rank.
@@ -51,6 +53,8 @@ class PipelineConfig:
         Raises:
             ValueError: If `stages_per_rank` does not go with the schedule, or `split` with the number of ranks.
         """
+        if self.schedule_csv is not None:
+            return self._stages_in_csv(ranks)
         if self.split is not None:
             if len(self.split) % ranks:
                 raise ValueError(
@@ -70,9 +74,9 @@ class PipelineConfig:
                 f"pipeline.schedule={self.schedule!r} runs one stage on each rank, but there are {count}. Schedules "
                 "for several: Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble."
             )
-        if self.schedule == _V_SHAPED and self.schedule_csv is None and count != 2:
+        if self.schedule == _V_SHAPED and count != 2:
             raise ValueError(f"pipeline.schedule='ZBVZeroBubble' runs two stages on each rank, but there are {count}.")
-        if not self.one_stage_per_rank and self.schedule_csv is None and count < 2:
+        if not self.one_stage_per_rank and count < 2:
             raise ValueError(
                 f"pipeline.schedule={self.schedule!r} needs two or more stages on each rank, but there is {count}. "
                 "Schedules for one: GPipe, 1F1B."
@@ -82,9 +86,44 @@ class PipelineConfig:
     def stages_of(self, rank: int, ranks: int) -> tuple[int, ...]:
         """The stages that one rank holds, in ascending order."""
         count = self.stages_on_each_of(ranks)
-        if self.schedule == _V_SHAPED and self.schedule_csv is None:
+        if self.schedule_csv is not None:
+            return tuple(sorted({stage for stage, _ in self._csv_lines()[rank]}))
+        if self.schedule == _V_SHAPED:
             return rank, 2 * ranks - 1 - rank
         return tuple(rank + loop * ranks for loop in range(count))
+
+    def _stages_in_csv(self, ranks: int) -> int:
+        lines = self._csv_lines()
+        held = [{stage for stage, _ in line} for line in lines]
+        stages = sorted(stage for line in held for stage in line)
+        if len(lines) != ranks:
+            raise ValueError(
+                f"pipeline.schedule_csv={self.schedule_csv} has {len(lines)} lines, one for each rank, but "
+                f"pipeline_parallel_size={ranks}."
+            )
+        if stages != list(range(len(stages))) or len({len(line) for line in held}) > 1:
+            raise ValueError(
+                f"pipeline.schedule_csv={self.schedule_csv} gives the ranks the stages "
+                f"{' / '.join(str(sorted(line)) for line in held)}. They must be numbered from 0, each must lie on one "
+                "rank, and each rank must hold as many."
+            )
+        return len(held[0])
+
+    def _csv_lines(self) -> list[list[tuple[int, int]]]:
+        """Stage and microbatch of each operation, for each rank."""
+        assert self.schedule_csv is not None
+        try:
+            text = self.schedule_csv.read_text()
+        except OSError as error:
+            raise ValueError(f"pipeline.schedule_csv={self.schedule_csv} cannot be read: {error.strerror}.") from error
+        lines = [re.findall(r"(\d+)[FBIW](\d+)", line) for line in text.splitlines() if line.strip()]
+        if not lines or not all(lines):
+            raise ValueError(f"pipeline.schedule_csv={self.schedule_csv} has a line without operations such as 0F1.")
+        return [[(int(stage), int(microbatch)) for stage, microbatch in line] for line in lines]
+
+    def fewest_microbatches(self, stages: int) -> int:
+        """How many microbatches the schedule needs at least."""
+        return stages if self.schedule_csv is None and self.schedule == "1F1B" else 1
 
     def microbatches_for(self, stages: int) -> int:
         """Number of microbatches.
@@ -92,10 +131,12 @@ class PipelineConfig:
         Raises:
             ValueError: If there are too few for the schedule.
         """
+        if self.schedule_csv is not None:
+            return 1 + max(microbatch for line in self._csv_lines() for _, microbatch in line)
         count = stages if self.microbatches is None else self.microbatches
         if count < 1:
             raise ValueError(f"pipeline.microbatches={count}: expected at least 1.")
-        if self.schedule_csv is None and self.schedule == "1F1B" and count < stages:
+        if count < self.fewest_microbatches(stages):
             raise ValueError(
                 f"pipeline.microbatches={count} is fewer than the {stages} stages, which pipeline.schedule='1F1B' "
                 f"cannot run. Use {stages} or more, or GPipe."

@@ -8,11 +8,9 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -28,16 +26,18 @@ from titan_strategy import checkpoint as ckpt
 from titan_strategy import distributed, gradients, launch
 from titan_strategy.data_parallel import ReshardPolicy, reshard, set_gradient_sync
 from titan_strategy.mesh import ParallelMesh, ParallelSizes
+from titan_strategy.mesh_strategy import MeshStrategy
 from titan_strategy.module import TitanModule
 from titan_strategy.parallelize import Layout, parallelize
 from titan_strategy.pipeline_split import PipelineConfig
 from titan_strategy.plan import ParallelPlan
 from titan_strategy.precision import titan_precision
+from titan_strategy.preflight import Request, preflight
 from titan_strategy.tensor_parallel import whole
 from titan_strategy.token_loss import TokenLoss
 
 
-class TitanStrategy(ParallelStrategy):
+class TitanStrategy(MeshStrategy):
     """Train a LightningModule with FSDP2 or HSDP from the meta device.
 
     The model is built in `configure_model()`. A `TitanModule` gets exactly normalised losses and gradients; any other
@@ -127,8 +127,6 @@ class TitanStrategy(ParallelStrategy):
         self._timeout = timeout
         self._start_method = launch.check_start_method(start_method)
 
-        self.num_nodes = 1  # set by the Trainer
-        self.mesh: ParallelMesh | None = None
         self._parallelized: pl.LightningModule | None = None
         self._roots: list[nn.Module] = []
         self._token_loss: TokenLoss | None = None
@@ -137,17 +135,6 @@ class TitanStrategy(ParallelStrategy):
         self._pending_rng: dict[str, Any] | None = None
 
     # -- While the Trainer is built ------------------------------------------------------------------------------------
-
-    @property
-    @override
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_processes(self) -> int:
-        """Processes on this node."""
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
     @property
     @override
@@ -169,6 +156,16 @@ class TitanStrategy(ParallelStrategy):
         if self._cpu_offload and self.root_device.type == "cpu":
             raise ValueError("cpu_offload=True: on accelerator='cpu' the parameters are in host memory already.")
 
+    @property
+    def request(self) -> Request:
+        """What is to be done with the model, as far as it is known before processes start."""
+        sizes = self._sizes.resolve(self.num_nodes * self.num_processes)
+        return Request(sizes, self._pipeline, self._sequence_parallel, self._plan)
+
+    def has_set_up(self, module: pl.LightningModule) -> bool:
+        """Whether this rank's part of `module` is all that there is of it here."""
+        return self._parallelized is module
+
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
@@ -188,7 +185,8 @@ class TitanStrategy(ParallelStrategy):
         if self.mesh is None:
             self.mesh = ParallelMesh(self._sizes.resolve(self.world_size), self.root_device.type)
         assert self.lightning_module is not None
-        launch.preflight(self.lightning_module.trainer, self.lightning_module)
+        trainer = self.lightning_module.trainer
+        preflight(trainer, self.lightning_module, getattr(trainer, "datamodule", None))
         # LightningModule.device_mesh reads this attribute, and has no setter.
         self.lightning_module._device_mesh = self.mesh.world
 
@@ -237,6 +235,17 @@ class TitanStrategy(ParallelStrategy):
         val_loop = trainer.fit_loop.epoch_loop.val_loop
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop, val_loop):
             loop.inference_mode = False
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        module = self.lightning_module
+        if isinstance(module, TitanModule) and any(isinstance(o, torch.optim.LBFGS) for o in self.optimizers):
+            raise ValueError(
+                f"{type(module).__name__}.configure_optimizers() returns LBFGS, which runs the training step several "
+                "times per optimizer step. A TitanModule's exact loss and its pipelines run it once: use another "
+                "optimizer."
+            )
 
     def _parallelize(self, module: pl.LightningModule) -> None:
         assert self.mesh is not None
@@ -366,45 +375,6 @@ class TitanStrategy(ParallelStrategy):
     @override
     def on_predict_end(self) -> None:
         reshard(self._roots)
-
-    # -- Collectives ---------------------------------------------------------------------------------------------------
-
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """The data coordinate: ranks that share rows of the data have the same one."""
-        assert self.mesh is not None, "the mesh exists once the trainer has started"
-        return {"num_replicas": self.mesh.data.size(), "rank": self.mesh.data.get_local_rank()}
-
-    @override
-    def barrier(self, name: str | None = None) -> None:
-        if dist.is_initialized():
-            dist.barrier(device_ids=[self.root_device.index] if self.root_device.type == "cuda" else None)
-
-    @override
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if not dist.is_initialized():
-            return obj
-        objects = [obj]
-        dist.broadcast_object_list(objects, src)
-        return objects[0]
-
-    @override
-    def reduce(
-        self, tensor: Tensor | Any, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean"
-    ) -> Tensor | Any:
-        """Reduce over `group`, by default over the data ranks."""
-        if not isinstance(tensor, Tensor) or not dist.is_initialized():
-            return tensor
-        if group is None and self.mesh is not None:
-            group = self.mesh.data_group
-        return distributed.reduce(tensor, group, reduce_op)
-
-    @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        votes = torch.tensor(int(decision), device=self.root_device)
-        votes = self.reduce(votes, group=dist.group.WORLD, reduce_op="sum")
-        return bool(votes == self.world_size) if all else bool(votes)
 
     # -- Saving --------------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """The text sample: written once by rank 0 from a sharded model, and without touching the run's random numbers."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
@@ -73,6 +74,15 @@ def test_data_without_an_encoder_is_an_error_before_training(tmp_path: Path) -> 
     )
     with pytest.raises(ValueError, match="TextSample needs a data module with an encoder"):
         trainer.fit(CausalLM(preset="debug"), torch.utils.data.DataLoader([0]))  # type: ignore[arg-type]
+
+
+def test_a_model_split_over_ranks_is_an_error_before_training() -> None:
+    module = CausalLM(preset="debug")
+    module.configure_model()
+    sizes = SimpleNamespace(tensor=2, pipeline=1)
+    trainer = SimpleNamespace(strategy=SimpleNamespace(mesh=SimpleNamespace(sizes=sizes)))
+    with pytest.raises(ValueError, match="train with tensor_parallel_size=1"):
+        TextSample().on_fit_start(trainer, module)  # type: ignore[arg-type]
 
 
 def test_an_empty_prompt_is_an_error() -> None:

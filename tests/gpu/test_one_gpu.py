@@ -8,7 +8,16 @@ import pytest
 import torch
 
 from precision_plugins import ActivationCheckpointing, TitanPrecision
-from tests.parallel.parity import Module, Recorder, Run, Trace, assert_equal, full_parameters, oracle, relative_difference
+from tests.parallel.parity import (
+    Module,
+    Recorder,
+    Run,
+    Trace,
+    assert_equal,
+    full_parameters,
+    oracle,
+    relative_difference,
+)
 from titan_strategy import TitanStrategy
 
 pytestmark = pytest.mark.gpu

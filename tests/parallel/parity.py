@@ -152,7 +152,8 @@ class Recorder(pl.Callback):
         self.trace["initial"] = full_parameters(pl_module)
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
-        self.trace["gradients"].append(on_all_stages(pl_module, {n: full(p.grad) for n, p in names(pl_module) if p.requires_grad}))
+        gradients = {name: full(parameter.grad) for name, parameter in names(pl_module) if parameter.requires_grad}
+        self.trace["gradients"].append(on_all_stages(pl_module, gradients))
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         if trainer.global_step > len(self.trace["loss"]):

@@ -1,22 +1,40 @@
 """The `titan` command: Lightning's command line, with the defaults and the error messages of this project."""
 
+import json
+import logging
 import os
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from jsonargparse import ActionYesNo
-from lightning.pytorch import LightningModule, Trainer
+from jsonargparse import ActionYesNo, Namespace
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
 import titan_strategy  # noqa: F401  # registers strategy="titan"
+from titan_strategy import parity
+from titan_strategy.cli.check import check
+from titan_strategy.cli.devices import absent_gpus
 from titan_strategy.cli.parser import ConfigOrPreset, TitanParser
 from titan_strategy.cli.resume import ResumeReport, last_checkpoint
+from titan_strategy.cli.subcommands import TrainerWithSubcommands
 
 _DEFAULT_LOGGER = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "."}}
+
+# `parity` makes its own trainers; the one that Lightning insists on must work on any machine.
+_ANY_TRAINER = {
+    "accelerator": "cpu",
+    "devices": 1,
+    "num_nodes": 1,
+    "strategy": "auto",
+    "precision": None,
+    "plugins": None,
+    "callbacks": None,
+}
 
 
 def main(args: ArgsType = None) -> None:
@@ -30,7 +48,7 @@ def main(args: ArgsType = None) -> None:
 
 
 class TitanCLI(LightningCLI):
-    """`fit`, `validate`, `test` and `predict`. Model and data are named by `class_path`."""
+    """`fit`, `validate`, `test`, `predict`, `check` and `parity`. Model and data are named by `class_path`."""
 
     def __init__(self, args: ArgsType = None) -> None:
         super().__init__(
@@ -40,12 +58,19 @@ class TitanCLI(LightningCLI):
             auto_configure_optimizers=False,
             seed_everything_default=42,
             save_config_callback=KeepConfigs,
+            trainer_class=TrainerWithSubcommands,
             trainer_defaults={"logger": _DEFAULT_LOGGER, "callbacks": [ResumeReport()]},
             parser_class=TitanParser,
             # Without these an error comes below two screens of usage.
             parser_kwargs={"prog": "titan"}
             | {name: {"usage": f"titan {name} [options]"} for name in self.subcommands()},
         )
+
+    @staticmethod
+    @override
+    def subcommands() -> dict[str, set[str]]:
+        own = {"model", "datamodule"}
+        return LightningCLI.subcommands() | {"check": own, "parity": own}
 
     @override
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
@@ -58,6 +83,75 @@ class TitanCLI(LightningCLI):
         parser.add_argument(
             "--tensorboard", action=ActionYesNo, default=False, help="Log to TensorBoard besides trainer.logger."
         )
+
+    @override
+    def before_instantiate_classes(self) -> None:
+        if self.subcommand not in ("check", "parity"):
+            return
+        logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+        trainer = self.config[self.subcommand].trainer
+        trainer.logger = False  # some begin to talk to a server when they are built
+        if self.subcommand == "parity":
+            self._of_parity = self.config.parity.clone()
+            trainer.update(Namespace(**_ANY_TRAINER))
+
+    @override
+    def instantiate_classes(self) -> None:
+        try:
+            super().instantiate_classes()
+        except (ValueError, MisconfigurationException) as error:
+            if self.subcommand not in ("check", "parity"):
+                raise
+            self._refuse(error)
+
+    @override
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        settings = self.config_init[self.subcommand].trainer
+        if self.subcommand == "check" and (gpus := absent_gpus(settings.accelerator, settings.devices)) is not None:
+            kwargs["accelerator"] = gpus
+        return super().instantiate_trainer(**kwargs)
+
+    def check(
+        self,
+        model: LightningModule,
+        datamodule: LightningDataModule | None = None,
+        ckpt_path: str | Path | None = None,
+        weights_only: bool | None = None,
+    ) -> None:
+        """Run `titan check`."""
+        try:
+            sys.stdout.write(check(self.trainer, model, datamodule, ckpt_path) + "\n")
+        except ValueError as error:
+            self._refuse(error)
+
+    def parity(
+        self,
+        model: LightningModule,
+        layouts: str,
+        steps: int,
+        tolerance: float,
+        json: Path | None,
+        timeout: float,
+        **ignored: Any,
+    ) -> NoReturn:
+        """Run `titan parity`."""
+        outcomes = []
+        try:
+            recipe, wanted = parity.Recipe.from_config(self._of_parity, steps), parity.parse_layouts(layouts)
+            sys.stdout.write(parity.header(wanted) + "\n")
+            for outcome in parity.compare_layouts(recipe, wanted, steps, tolerance, timeout):
+                outcomes.append(outcome)
+                sys.stdout.write(parity.verdict_line(outcome, wanted) + "\n")
+                sys.stdout.flush()
+        except (ValueError, TypeError) as error:
+            self._refuse(error)
+        if json is not None:
+            _write_json(json, parity.to_json(outcomes, steps, tolerance))
+        sys.exit(parity.exit_code(outcomes))
+
+    def _refuse(self, error: Exception) -> NoReturn:
+        sys.stderr.write(f"titan {self.subcommand}: {error}\n")
+        sys.exit(2)
 
     @override
     def after_instantiate_classes(self) -> None:
@@ -83,6 +177,10 @@ class KeepConfigs(SaveConfigCallback):
         if trainer.is_global_zero and not self.already_saved and log_dir is not None:
             _set_aside(Path(log_dir) / self.config_filename)
         super().setup(trainer, pl_module, stage)
+
+
+def _write_json(path: Path, content: object) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def _set_aside(path: Path) -> None:

@@ -1,0 +1,96 @@
+"""`titan check`: the checks that `fit` makes before it starts processes, and what the layout comes to."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import lightning.pytorch as pl
+from torch import nn
+
+from titan_strategy.module import TitanModule
+from titan_strategy.parallelize import divide_model, root_and_plan
+from titan_strategy.preflight import Request, built_on_meta, preflight
+from titan_strategy.strategy import TitanStrategy
+
+
+def check(
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    datamodule: pl.LightningDataModule | None,
+    ckpt_path: str | Path | None = None,
+) -> str:
+    """Check a run and describe it; starts nothing.
+
+    Returns:
+        A few lines of text for the terminal.
+
+    Raises:
+        ValueError: If the run cannot work; one line for each problem.
+    """
+    if not isinstance(trainer.strategy, TitanStrategy):
+        raise ValueError(
+            f"trainer.strategy is {type(trainer.strategy).__name__}: titan check knows runs with strategy 'titan' only."
+        )
+    preflight(trainer, module, datamodule, ckpt_path)
+    report = _report(trainer, module, datamodule, trainer.strategy.request)
+    return "\n".join(f"{title:<12}{text}" for title, text in report)
+
+
+def _report(
+    trainer: pl.Trainer, module: pl.LightningModule, datamodule: pl.LightningDataModule | None, request: Request
+) -> Iterator[tuple[str, str]]:
+    sizes = request.sizes
+    axes = {"pipeline": sizes.pipeline, "replicate": sizes.replicate, "shard": sizes.shard, "tensor": sizes.tensor}
+    world = math.prod(axes.values())
+    yield "world", f"{world} processes = " + " x ".join(f"{name} {size}" for name, size in axes.items())
+    if isinstance(module, TitanModule):
+        with built_on_meta(trainer, module):
+            yield from _stages(module, request)
+    yield "batch", _batch(trainer, datamodule, request)
+
+
+def _stages(module: TitanModule, request: Request) -> Iterator[tuple[str, str]]:
+    sizes, config = request.sizes, request.pipeline
+    root, plan = root_and_plan(module, request.plan)
+    parts = [[name for name, _ in root.named_children()]]
+    if sizes.pipeline > 1:
+        assert plan is not None
+        parts = divide_model(root, plan, sizes.pipeline, config)
+        yield (
+            "pipeline",
+            f"{config.schedule_csv or config.schedule}, {config.microbatches_for(len(parts))} microbatches",
+        )
+    counts = [_count(root, part) for part in parts]
+    of_ranks = [range(1)]
+    if sizes.pipeline > 1:
+        of_ranks = [config.stages_of(rank, sizes.pipeline) for rank in range(sizes.pipeline)]  # type: ignore[misc]
+        rank_of = {stage: rank for rank, stages in enumerate(of_ranks) for stage in stages}
+        for stage, (part, count) in enumerate(zip(parts, counts, strict=True)):
+            yield f"stage {stage}", f"pipeline rank {rank_of[stage]}: {_abridged(part)}, {count:,} parameters"
+    largest = max(sum(counts[stage] for stage in stages) for stages in of_ranks)
+    assert isinstance(sizes.shard, int)
+    yield "parameters", f"{sum(counts):,}; about {largest // (sizes.shard * sizes.tensor):,} on a rank at most"
+
+
+def _batch(trainer: pl.Trainer, datamodule: pl.LightningDataModule | None, request: Request) -> str:
+    readers, accumulate = request.sizes.data_ranks, trainer.accumulate_grad_batches
+    batch_size, sequence = (getattr(datamodule, name, None) for name in ("batch_size", "sequence_length"))
+    if batch_size is None:
+        return f"{readers} data ranks x accumulate_grad_batches {accumulate}; data has no batch_size"
+    rows = readers * batch_size * accumulate
+    tokens = f", {rows * sequence:,} tokens" if sequence is not None else ""
+    return (
+        f"{readers} data ranks x batch_size {batch_size} x accumulate_grad_batches {accumulate} = "
+        f"{rows} rows{tokens} per optimizer step"
+    )
+
+
+def _count(root: nn.Module, names: list[str]) -> int:
+    """Parameters of the modules called `names`; tied ones count once."""
+    own = {parameter for name in names for parameter in root.get_submodule(name).parameters()}
+    return sum(parameter.numel() for parameter in own)
+
+
+def _abridged(names: list[str]) -> str:
+    """`embedding, layers.0, ..., layers.7` for a long list of modules."""
+    return ", ".join(names if len(names) <= 4 else [*names[:2], "...", names[-1]])
