@@ -13,6 +13,7 @@ TENSOR_2 = {"tensor_parallel_size": 2}
     [
         (Layout(2, TENSOR_2), Run(clip=0.05, optimizer="adamw")),
         (Layout(2, TENSOR_2), Run(microbatches=13, accumulate=3, clip=0.05)),
+        (Layout(4, {"tensor_parallel_size": 4}), Run(microbatches=9, accumulate=2, clip=0.05)),
         (Layout(2, TENSOR_2 | {"sequence_parallel": False}), Run(clip=0.05)),
         (Layout(2, TENSOR_2 | {"loss_parallel": False}), Run(clip=0.05)),
         (Layout(2, TENSOR_2 | {"loss_parallel": False, "sequence_parallel": False}), Run()),
