@@ -98,10 +98,9 @@ def _norm_on_cpu(flat: Tensor, norm_type: float) -> Tensor:
     """
     width = 4096
     whole = flat.numel() // width * width
-    rows = torch.linalg.vector_norm(flat[:whole].view(-1, width), norm_type, dim=-1, dtype=torch.float32)
-    tail = torch.linalg.vector_norm(flat[whole:], norm_type, dim=0, keepdim=True, dtype=torch.float32)
-    parts = torch.cat([rows, tail]) if flat.numel() > whole else rows
-    return torch.linalg.vector_norm(parts.double(), norm_type).float()
+    parts = [part for part in (flat[:whole].view(-1, width), flat[whole:].view(1, -1)) if part.numel()]
+    rows = [torch.linalg.vector_norm(part, norm_type, dim=-1, dtype=torch.float32) for part in parts]
+    return torch.linalg.vector_norm(torch.cat(rows).double(), norm_type).float()
 
 
 def _sharding_groups(gradient: Tensor) -> tuple[dist.ProcessGroup, ...]:
