@@ -1,10 +1,11 @@
-"""What the strategy costs on one GPU: `Trainer(strategy=TitanStrategy())` against a bare FSDP2 loop with the same model.
+"""What the strategy costs on one GPU: `Trainer(strategy=TitanStrategy())` against a bare FSDP2 loop, same model.
 
-Run `python benchmarks/size_one.py` on a machine with a GPU. The two alternate in processes of their own; the table gives
-medians over all steps after warm-up, and the JSON file everything measured.
+Run `python benchmarks/size_one.py` on a machine with a GPU. The two alternate in processes of their own; the table
+gives medians over all steps after warm-up, and the JSON file everything measured.
 """
 
 import argparse
+import itertools
 import json
 import platform
 import statistics
@@ -60,7 +61,7 @@ class Clock(pl.Callback):
         """Seconds per step after warm-up."""
         torch.cuda.synchronize()
         marks = self._marks[WARM_UP:]
-        return [before.elapsed_time(after) / 1000 for before, after in zip(marks, marks[1:], strict=False)]
+        return [before.elapsed_time(after) / 1000 for before, after in itertools.pairwise(marks)]
 
 
 def run_trainer(config: TransformerConfig, loader: DataLoader) -> list[float]:
