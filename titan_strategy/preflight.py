@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import TrainerFn
 
 from titan_strategy.checkpoint import check_complete
 from titan_strategy.data_parallel import find_units
@@ -60,8 +61,9 @@ def preflight(
         _check_dimensions(module, request, problems)
     with problems.collected():
         _check_sequence(datamodule, request)
-    with problems.collected():
-        _check_microbatches(datamodule, request)
+    if trainer.state.fn in (None, TrainerFn.FITTING):  # evaluation takes batches of any size
+        with problems.collected():
+            _check_microbatches(datamodule, request)
     if not strategy.has_set_up(module):
         _check_model(trainer, module, request, problems)
     problems.raise_if_any()

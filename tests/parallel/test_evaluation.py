@@ -9,14 +9,14 @@ from models import TextDataModule
 from tests.parallel.parity import SEED, Layout, quiet_trainer
 from tests.parallel.resuming import Job, Module, data_module, write_corpus
 from tests.rank_pool import ExternalRanks
-from titan_strategy import TitanStrategy
+from titan_strategy import PipelineConfig, TitanStrategy
 from titan_strategy.materialize import materialize
 
 LAYOUTS = {
     "one": Layout(1),
     "shard2": Layout(2),
     "tp2": Layout(2, {"tensor_parallel_size": 2}),
-    "pp2": Layout(2, {"pipeline_parallel_size": 2}),
+    "pp2": Layout(2, {"pipeline_parallel_size": 2, "pipeline": PipelineConfig(schedule="GPipe", microbatches=3)}),
     "pp2-shard2": Layout(4, {"pipeline_parallel_size": 2}),
 }
 
