@@ -10,4 +10,4 @@ from titan_strategy.strategy import TitanStrategy
 __all__ = ["ParallelPlan", "PipelineConfig", "TitanModule", "TitanStrategy"]
 
 if "titan" not in StrategyRegistry:
-    StrategyRegistry.register("titan", TitanStrategy, description="FSDP2 and HSDP with exact token-normalised losses")
+    StrategyRegistry.register("titan", TitanStrategy, description="FSDP2, HSDP, tensor and pipeline parallelism with exact losses")

@@ -169,7 +169,22 @@ def divide_model(root: nn.Module, plan: ParallelPlan, ranks: int, config: Pipeli
             f"pipeline_parallel_size={ranks}: the plan does not place {', '.join(outside[:4])}. Every parameter must "
             "belong to a block or to a module before or after the blocks."
         )
+    _check_ties(root, parts)
     return parts
+
+
+def _check_ties(root: nn.Module, parts: list[list[str]]) -> None:
+    """Two stages would each have a copy of a parameter that they share, and each train its own."""
+    stage_of = {f"{name}.": stage for stage, part in enumerate(parts) for name in part}
+    seen: dict[nn.Parameter, tuple[str, int]] = {}
+    for name, parameter in root.named_parameters(remove_duplicate=False):
+        stage = next(stage for prefix, stage in stage_of.items() if name.startswith(prefix))
+        first, first_stage = seen.setdefault(parameter, (name, stage))
+        if stage != first_stage:
+            raise ValueError(
+                f"{first} and {name} share storage, but lie on pipeline stages {first_stage} and {stage}. Use a model "
+                "without tied weights, pipeline_parallel_size=1, or a pipeline.split that keeps them together."
+            )
 
 
 def _reshard_policy(layout: Layout) -> ReshardPolicy:

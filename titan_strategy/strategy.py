@@ -38,7 +38,7 @@ from titan_strategy.token_loss import TokenLoss
 
 
 class TitanStrategy(MeshStrategy):
-    """Train a LightningModule with FSDP2 or HSDP from the meta device.
+    """Train a LightningModule with FSDP2, HSDP, tensor and pipeline parallelism, from the meta device.
 
     The model is built in `configure_model()`. A `TitanModule` gets exactly normalised losses and gradients; any other
     LightningModule with automatic optimisation works with Lightning's averaging over ranks.

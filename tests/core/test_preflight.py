@@ -185,6 +185,21 @@ def test_plans(plan: ParallelPlan | None, options: dict[str, Any], message: str)
     assert refused(language(plan), 2, **options).startswith(message)
 
 
+class Tied(Language):
+    def configure_model(self) -> None:
+        super().configure_model()
+        assert isinstance(self.model, nn.Sequential)
+        self.model[2].weight = self.model[0].weight
+
+    def parallel_plan(self) -> ParallelPlan:
+        return PLAN
+
+
+def test_weights_tied_across_stages_without_a_word_in_the_plan() -> None:
+    found = refused(Tied(), 2, pipeline_parallel_size=2)
+    assert found.startswith("0.weight and 2.weight share storage, but lie on pipeline stages 0 and 1.")
+
+
 def test_manual_optimization() -> None:
     found = refused(language(PLAN, automatic_optimization=False), 2, pipeline_parallel_size=2)
     assert found.startswith("Language.automatic_optimization=False")

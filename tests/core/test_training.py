@@ -182,6 +182,18 @@ def test_evaluation_before_fit(rank_pool) -> None:
         assert answer["inference_mode"] == [False] * 4
 
 
+def predict_rows(rows: int) -> list[int]:
+    ranks = ExternalRanks().world_size()
+    run = pl.Trainer(accelerator="cpu", devices=ranks, strategy=titan(), logger=False, enable_progress_bar=False)
+    return [len(batch) for batch in run.predict(Language(), DataLoader(Tokens(rows), batch_size=2))]
+
+
+def test_prediction_of_rows_that_ranks_cannot_share_is_refused(rank_pool) -> None:
+    assert rank_pool.run(predict_rows, 2, 6) == [[4, 2]] * 2
+    with pytest.raises(ValueError, match="predict: 5 rows cannot be shared evenly by 2 data ranks"):
+        rank_pool.run(predict_rows, 2, 5, timeout=60.0)
+
+
 def fit_elsewhere(name: str) -> dict[str, Any]:
     ranks = ExternalRanks().world_size()
     devices = {"cluster_environment": ExternalRanks(), "parallel_devices": [torch.device("cpu")] * ranks}

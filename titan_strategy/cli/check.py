@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import lightning.pytorch as pl
-from torch import nn
 
 from titan_strategy.module import TitanModule
 from titan_strategy.parallelize import divide_model, root_and_plan
@@ -45,31 +44,27 @@ def _report(
     yield "world", f"{world} processes = " + " x ".join(f"{name} {size}" for name, size in axes.items())
     if isinstance(module, TitanModule):
         with built_on_meta(trainer, module):
-            yield from _stages(module, request)
+            yield from _model(module, request)
     yield "batch", _batch(trainer, datamodule, request)
 
 
-def _stages(module: TitanModule, request: Request) -> Iterator[tuple[str, str]]:
+def _model(module: TitanModule, request: Request) -> Iterator[tuple[str, str]]:
     sizes, config = request.sizes, request.pipeline
     root, plan = root_and_plan(module, request.plan)
-    parts = [[name for name, _ in root.named_children()]]
+    total = largest = sum(parameter.numel() for parameter in root.parameters())
     if sizes.pipeline > 1:
         assert plan is not None
         parts = divide_model(root, plan, sizes.pipeline, config)
-        yield (
-            "pipeline",
-            f"{config.schedule_csv or config.schedule}, {config.microbatches_for(len(parts))} microbatches",
-        )
-    counts = [_count(root, part) for part in parts]
-    of_ranks = [range(1)]
-    if sizes.pipeline > 1:
-        of_ranks = [config.stages_of(rank, sizes.pipeline) for rank in range(sizes.pipeline)]  # type: ignore[misc]
+        counts = [sum(p.numel() for name in part for p in root.get_submodule(name).parameters()) for part in parts]
+        of_ranks = [config.stages_of(rank, sizes.pipeline) for rank in range(sizes.pipeline)]
+        largest = max(sum(counts[stage] for stage in stages) for stages in of_ranks)
         rank_of = {stage: rank for rank, stages in enumerate(of_ranks) for stage in stages}
+        schedule, microbatches = config.schedule_csv or config.schedule, config.microbatches_for(len(parts))
+        yield "pipeline", f"{schedule}, {microbatches} microbatches"
         for stage, (part, count) in enumerate(zip(parts, counts, strict=True)):
             yield f"stage {stage}", f"pipeline rank {rank_of[stage]}: {_abridged(part)}, {count:,} parameters"
-    largest = max(sum(counts[stage] for stage in stages) for stages in of_ranks)
     assert isinstance(sizes.shard, int)
-    yield "parameters", f"{sum(counts):,}; about {largest // (sizes.shard * sizes.tensor):,} on a rank at most"
+    yield "parameters", f"{total:,}; about {largest // (sizes.shard * sizes.tensor):,} on a rank at most"
 
 
 def _batch(trainer: pl.Trainer, datamodule: pl.LightningDataModule | None, request: Request) -> str:
@@ -83,12 +78,6 @@ def _batch(trainer: pl.Trainer, datamodule: pl.LightningDataModule | None, reque
         f"{readers} data ranks x batch_size {batch_size} x accumulate_grad_batches {accumulate} = "
         f"{rows} rows{tokens} per optimizer step"
     )
-
-
-def _count(root: nn.Module, names: list[str]) -> int:
-    """Parameters of the modules called `names`; tied ones count once."""
-    own = {parameter for name in names for parameter in root.get_submodule(name).parameters()}
-    return sum(parameter.numel() for parameter in own)
 
 
 def _abridged(names: list[str]) -> str:

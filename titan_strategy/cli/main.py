@@ -5,6 +5,8 @@ import logging
 import os
 import sys
 import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -88,7 +90,6 @@ class TitanCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         if self.subcommand not in ("check", "parity"):
             return
-        logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
         trainer = self.config[self.subcommand].trainer
         trainer.logger = False  # some begin to talk to a server when they are built
         if self.subcommand == "parity":
@@ -97,12 +98,11 @@ class TitanCLI(LightningCLI):
 
     @override
     def instantiate_classes(self) -> None:
-        try:
+        if self.subcommand not in ("check", "parity"):
             super().instantiate_classes()
-        except (ValueError, MisconfigurationException) as error:
-            if self.subcommand not in ("check", "parity"):
-                raise
-            self._refuse(error)
+            return
+        with self._refusing(ValueError, MisconfigurationException):
+            super().instantiate_classes()
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
@@ -119,10 +119,8 @@ class TitanCLI(LightningCLI):
         weights_only: bool | None = None,
     ) -> None:
         """Run `titan check`."""
-        try:
+        with self._refusing(ValueError):
             sys.stdout.write(check(self.trainer, model, datamodule, ckpt_path) + "\n")
-        except ValueError as error:
-            self._refuse(error)
 
     def parity(
         self,
@@ -136,22 +134,30 @@ class TitanCLI(LightningCLI):
     ) -> NoReturn:
         """Run `titan parity`."""
         outcomes = []
-        try:
+        with self._refusing(parity.ParityError):
             recipe, wanted = parity.Recipe.from_config(self._of_parity, steps), parity.parse_layouts(layouts)
             sys.stdout.write(parity.header(wanted) + "\n")
             for outcome in parity.compare_layouts(recipe, wanted, steps, tolerance, timeout):
                 outcomes.append(outcome)
                 sys.stdout.write(parity.verdict_line(outcome, wanted) + "\n")
                 sys.stdout.flush()
-        except (ValueError, TypeError) as error:
-            self._refuse(error)
         if json is not None:
             _write_json(json, parity.to_json(outcomes, steps, tolerance))
         sys.exit(parity.exit_code(outcomes))
 
-    def _refuse(self, error: Exception) -> NoReturn:
-        sys.stderr.write(f"titan {self.subcommand}: {error}\n")
-        sys.exit(2)
+    @contextmanager
+    def _refusing(self, *errors: type[Exception]) -> Generator[None, None, None]:
+        """Without Lightning's remarks on the devices; `errors` are for the user and end the program."""
+        logger = logging.getLogger("lightning.pytorch")
+        level = logger.level
+        logger.setLevel(logging.WARNING)
+        try:
+            yield
+        except errors as error:
+            sys.stderr.write(f"titan {self.subcommand}: {error}\n")
+            sys.exit(2)
+        finally:
+            logger.setLevel(level)
 
     @override
     def after_instantiate_classes(self) -> None:

@@ -10,6 +10,10 @@ _GRAMMAR = (
 _PART = re.compile(r"(fsdp|shard|replicate|hsdp|tp|pp)(\d+)(?:x(\d+))?")
 
 
+class ParityError(ValueError):
+    """What was asked for cannot be compared, for a reason that the user can change."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """Number of ranks along each axis.
@@ -48,7 +52,7 @@ def parse_layouts(text: str) -> list[Layout]:
     """Read a comma-separated list.
 
     Raises:
-        ValueError: If a name does not follow the grammar; the message gives it.
+        ParityError: If a name does not follow the grammar; the message gives it.
     """
     return [_parse(name.strip()) for name in text.split(",")]
 
@@ -60,11 +64,11 @@ def _parse(name: str) -> Layout:
         match = _PART.match(name, position)
         axes = _axes(*match.groups()) if match is not None else {}
         if match is None or not axes or axes.keys() & sizes or 0 in axes.values():
-            raise ValueError(f"--layouts: cannot read {name[position:]!r} in {name!r}. {_GRAMMAR}")
+            raise ParityError(f"--layouts: cannot read {name[position:]!r} in {name!r}. {_GRAMMAR}")
         sizes |= axes
         position = match.end()
     if not sizes:
-        raise ValueError(f"--layouts: there is an empty name. {_GRAMMAR}")
+        raise ParityError(f"--layouts: there is an empty name. {_GRAMMAR}")
     return Layout(name, **sizes)
 
 

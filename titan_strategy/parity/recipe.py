@@ -10,11 +10,18 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import Strategy
 
 from titan_strategy.module import TitanModule
-from titan_strategy.parity.layouts import Layout
+from titan_strategy.parity.layouts import Layout, ParityError
 from titan_strategy.strategy import TitanStrategy
 
 # What the comparison decides itself: where and how it runs.
-_OWN_CHOICE = ("accelerator", "parallel_devices", "cluster_environment", "precision_plugin", "process_group_backend")
+_OWN_CHOICE = (
+    "accelerator",
+    "parallel_devices",
+    "cluster_environment",
+    "precision_plugin",
+    "process_group_backend",
+    "cpu_offload",
+)
 
 
 @dataclass(frozen=True)
@@ -46,16 +53,16 @@ class Recipe:
         """Take what matters from the parsed options of the command line.
 
         Raises:
-            ValueError: If there is something that cannot be compared.
+            ParityError: If there is something that cannot be compared.
         """
         trainer = config.trainer
         if config.get("data") is None:
-            raise ValueError("titan parity needs a data module (data: in the configuration).")
+            raise ParityError("titan parity needs a data module (data: in the configuration).")
         strategy = trainer.strategy
         if strategy in ("auto", "titan"):
             strategy = Namespace(class_path="titan_strategy.TitanStrategy", init_args=Namespace())
         if not isinstance(strategy, Namespace):
-            raise ValueError(f"trainer.strategy={strategy!r}: titan parity compares layouts of strategy 'titan' only.")
+            raise ParityError(f"trainer.strategy={strategy!r}: titan parity compares layouts of strategy 'titan' only.")
         seed = strategy.init_args.get("seed")
         if seed is None:
             seed = 0 if config.seed_everything is False else config.seed_everything
@@ -74,8 +81,7 @@ class Recipe:
         """The module, and data whose global microbatch has the same rows for any number of data ranks.
 
         Raises:
-            ValueError: If `data_ranks` ranks cannot share the rows of a batch.
-            TypeError: If the module is no `TitanModule`.
+            ParityError: If `data_ranks` ranks cannot share the rows of a batch, or the module is no `TitanModule`.
         """
         pl.seed_everything(self.seed, workers=True, verbose=False)
         parser = ArgumentParser()
@@ -83,7 +89,7 @@ class Recipe:
         parser.add_subclass_arguments(pl.LightningDataModule, "data")
         built = parser.instantiate_classes(Namespace(model=self.model, data=self.data))
         if not isinstance(built.model, TitanModule):
-            raise TypeError(
+            raise ParityError(
                 f"{type(built.model).__name__} is not a TitanModule. Of any other module the loss is a mean of the "
                 "ranks' means, which depends on the layout: there is nothing that all layouts should equal."
             )
@@ -124,19 +130,19 @@ class Recipe:
         wanted = Namespace(class_path=self.strategy.class_path, init_args=options)
         strategy = parser.instantiate_classes(Namespace(strategy=wanted)).strategy
         if not isinstance(strategy, TitanStrategy):
-            raise ValueError(f"trainer.strategy={self.strategy.class_path} is not a TitanStrategy.")
+            raise ParityError(f"trainer.strategy={self.strategy.class_path} is not a TitanStrategy.")
         return strategy
 
 
 def _divide_batch(data: pl.LightningDataModule, data_ranks: int) -> None:
     rows = getattr(data, "batch_size", None)
     if rows is None:
-        raise ValueError(
+        raise ParityError(
             f"{type(data).__name__} has no attribute batch_size, through which the rows of a batch could be shared "
             f"among {data_ranks} data ranks."
         )
     if rows % data_ranks:
-        raise ValueError(
+        raise ParityError(
             f"data.batch_size={rows} cannot be shared among {data_ranks} data ranks: make it a multiple of "
             f"{data_ranks}."
         )

@@ -18,11 +18,12 @@ import torch
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.utilities import move_data_to_device
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from titan_strategy.materialize import materialize
 from titan_strategy.module import TitanModule
-from titan_strategy.parity.layouts import Layout
+from titan_strategy.parity.layouts import Layout, ParityError
 from titan_strategy.parity.recipe import Recipe
 
 Tensors = dict[str, Tensor]
@@ -66,7 +67,7 @@ def record_reference(recipe: Recipe, steps: int, device: torch.device, reference
     """Train for `steps` optimizer steps in this process and keep what a layout is compared by.
 
     Raises:
-        ValueError: If the data or the optimizer do not fit such a comparison.
+        ParityError: If the data or the optimizer do not fit such a comparison.
     """
     module, data = recipe.build(data_ranks=1)
     module.trainer = recipe.trainer(Layout("one process"), "cpu")  # knows the length of the run
@@ -76,7 +77,9 @@ def record_reference(recipe: Recipe, steps: int, device: torch.device, reference
     module.train()
     optimizers, schedulers = _init_optimizers_and_lr_schedulers(module)
     if len(optimizers) != 1:
-        raise ValueError(f"{type(module).__name__} has {len(optimizers)} optimizers: titan parity follows exactly one.")
+        raise ParityError(
+            f"{type(module).__name__} has {len(optimizers)} optimizers: titan parity follows exactly one."
+        )
     optimizer = optimizers[0]
     reference.save("initial", _weights(module))
     windows = _windows(data, steps, recipe.accumulate)
@@ -92,8 +95,9 @@ def record_reference(recipe: Recipe, steps: int, device: torch.device, reference
         _clip(module, recipe, norm)
         optimizer.step()
         for config in schedulers:
-            if config.interval == "step" and not config.reduce_on_plateau and (step + 1) % config.frequency == 0:
-                config.scheduler.step()
+            scheduler = config.scheduler
+            if isinstance(scheduler, LRScheduler) and config.interval == "step" and (step + 1) % config.frequency == 0:
+                scheduler.step()
     reference.save("final", _weights(module))
 
 
@@ -119,7 +123,7 @@ def _windows(data: pl.LightningDataModule, steps: int, accumulate: int) -> Itera
     for step in range(steps):
         window = list(islice(batches, accumulate))
         if len(window) < accumulate:
-            raise ValueError(
+            raise ParityError(
                 f"--steps={steps} x trainer.accumulate_grad_batches={accumulate} takes {steps * accumulate} batches, "
                 f"but the data has {step * accumulate + len(window)}. Use fewer --steps or a smaller data.batch_size."
             )

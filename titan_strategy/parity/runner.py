@@ -31,8 +31,7 @@ def compare_layouts(
         timeout: Seconds that a layout may take.
 
     Raises:
-        ValueError: If the reference itself cannot run.
-        TypeError: If the module is no `TitanModule`.
+        ParityError: If the reference itself cannot run.
     """
     refusals = {layout: _refusal(recipe, layout) for layout in layouts}
     accelerator = "gpu" if torch.cuda.device_count() >= max(layout.ranks for layout in layouts) else "cpu"
