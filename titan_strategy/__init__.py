@@ -10,4 +10,6 @@ from titan_strategy.strategy import TitanStrategy
 __all__ = ["ParallelPlan", "PipelineConfig", "TitanModule", "TitanStrategy"]
 
 if "titan" not in StrategyRegistry:
-    StrategyRegistry.register("titan", TitanStrategy, description="FSDP2, HSDP, tensor and pipeline parallelism with exact losses")
+    StrategyRegistry.register(
+        "titan", TitanStrategy, description="FSDP2, HSDP, tensor and pipeline parallelism with exact losses"
+    )

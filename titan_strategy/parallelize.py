@@ -40,6 +40,47 @@ class Layout:
     reshard_after_forward: ReshardPolicy
     cpu_offload: bool
 
+    def differences(self, other: "Layout") -> list[str]:
+        """What differs between two layouts, each as `argument: ours, theirs`."""
+        ours, theirs = ({**vars(layout), "mesh": layout.mesh.sizes} for layout in (self, other))
+        return [f"{name}: {ours[name]}, {theirs[name]}" for name in ours if ours[name] != theirs[name]]
+
+
+@dataclass(frozen=True)
+class Split:
+    """What became of a module; kept on the module, which may go from one Trainer to another."""
+
+    layout: Layout
+    precision: str
+    roots: list[nn.Module]
+
+
+def is_split(module: pl.LightningModule) -> bool:
+    """Whether this rank's part of `module` is all that there is of it here."""
+    return hasattr(module, "_split")
+
+
+def roots_of_earlier_split(
+    module: pl.LightningModule, layout: Layout, precision: TitanPrecision
+) -> list[nn.Module] | None:
+    """What `parallelize` returned for `module` under an earlier Trainer; None if it is not split yet.
+
+    Raises:
+        ValueError: If it was split for another layout or precision, which cannot be undone.
+    """
+    if not is_split(module):
+        return None
+    split: Split = module._split  # type: ignore[assignment]  # set by `parallelize`
+    differences = split.layout.differences(layout)
+    if split.precision != precision.precision:
+        differences.append(f"precision: {split.precision}, {precision.precision}")
+    if differences:
+        raise ValueError(
+            f"This {type(module).__name__} was split by an earlier Trainer with other settings "
+            f"({'; '.join(differences)}). Use the same settings, or a new module and a checkpoint."
+        )
+    return split.roots
+
 
 def parallelize(
     module: pl.LightningModule,
@@ -84,6 +125,7 @@ def parallelize(
         sum_gradients(roots)
     materialize(module, torch.device("cpu") if layout.cpu_offload else device, scratch_device=device, seed=seed)
     _place_metrics(module, device, mesh.data_group)
+    module._split = Split(layout, precision.precision, roots)  # type: ignore[assignment]  # no tensor, no module
     return roots
 
 

@@ -13,7 +13,7 @@ from titan_strategy.checkpoint import check_complete
 from titan_strategy.data_parallel import find_units
 from titan_strategy.mesh import ParallelSizes
 from titan_strategy.module import TitanModule
-from titan_strategy.parallelize import check_module, check_plan, divide_model, root_and_plan
+from titan_strategy.parallelize import check_module, check_plan, divide_model, is_split, root_and_plan
 from titan_strategy.pipeline_split import PipelineConfig
 from titan_strategy.plan import ParallelPlan
 from titan_strategy.tensor_parallel import resolve_styles
@@ -64,7 +64,7 @@ def preflight(
     if trainer.state.fn in (None, TrainerFn.FITTING):  # evaluation takes batches of any size
         with problems.collected():
             _check_microbatches(datamodule, request)
-    if not strategy.has_set_up(module):
+    if not is_split(module):
         _check_model(trainer, module, request, problems)
     problems.raise_if_any()
 

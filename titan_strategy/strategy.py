@@ -28,7 +28,7 @@ from titan_strategy.data_parallel import ReshardPolicy, reshard, set_gradient_sy
 from titan_strategy.mesh import ParallelMesh, ParallelSizes
 from titan_strategy.mesh_strategy import MeshStrategy
 from titan_strategy.module import TitanModule
-from titan_strategy.parallelize import Layout, parallelize
+from titan_strategy.parallelize import Layout, parallelize, roots_of_earlier_split
 from titan_strategy.pipeline_split import PipelineConfig
 from titan_strategy.plan import ParallelPlan
 from titan_strategy.precision import titan_precision
@@ -162,10 +162,6 @@ class TitanStrategy(MeshStrategy):
         sizes = self._sizes.resolve(self.num_nodes * self.num_processes)
         return Request(sizes, self._pipeline, self._sequence_parallel, self._plan)
 
-    def has_set_up(self, module: pl.LightningModule) -> bool:
-        """Whether this rank's part of `module` is all that there is of it here."""
-        return self._parallelized is module
-
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
@@ -201,8 +197,11 @@ class TitanStrategy(MeshStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        assert self.lightning_module is not None
         path = Path(checkpoint_path)
-        checkpoint, self._pending_rng = ckpt.read(path, weights_only, self.global_rank, self.world_size)
+        checkpoint, rng = ckpt.read(path, weights_only, self.global_rank, self.world_size)
+        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+            self._pending_rng = rng
         return checkpoint
 
     @override
@@ -222,7 +221,7 @@ class TitanStrategy(MeshStrategy):
         assert self.accelerator is not None and self.lightning_module is not None and self.mesh is not None
         self.accelerator.setup(trainer)
         if self._parallelized is not self.lightning_module:
-            self._parallelize(self.lightning_module)
+            self._take(self.lightning_module)
         if self._pending_weights is not None:
             checkpoint, strict = self._pending_weights
             self._pending_weights = None
@@ -247,7 +246,8 @@ class TitanStrategy(MeshStrategy):
                 "optimizer."
             )
 
-    def _parallelize(self, module: pl.LightningModule) -> None:
+    def _take(self, module: pl.LightningModule) -> None:
+        """Split `module`, or take it over as the strategy of an earlier Trainer has split it."""
         assert self.mesh is not None
         precision = self.precision_plugin
         assert isinstance(precision, TitanPrecision)
@@ -259,8 +259,9 @@ class TitanStrategy(MeshStrategy):
             reshard_after_forward=self._reshard_after_forward,
             cpu_offload=self._cpu_offload,
         )
-        seed = distributed.agree_on_seed(self._seed)
-        self._roots = parallelize(module, self._plan, layout, precision, self.root_device, seed)
+        self._roots = roots_of_earlier_split(module, layout, precision) or parallelize(
+            module, self._plan, layout, precision, self.root_device, distributed.agree_on_seed(self._seed)
+        )
         self._token_loss = TokenLoss(self.mesh.data_group) if isinstance(module, TitanModule) else None
         precision.use_gradient_clipper(self._clip_gradients)
         self._parallelized = module

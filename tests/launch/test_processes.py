@@ -128,7 +128,9 @@ def project(tmp_path: Path) -> Path:
 def run(project: Path, *command: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = (sys.executable, *command)
-    return subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        command, cwd=project, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
 
 
 def reports(project: Path) -> list[dict[str, object]]:

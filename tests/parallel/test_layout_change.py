@@ -6,8 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.parallel.resuming import Job, train_text, write_corpus
+from tests.parallel.parity import quiet_trainer
+from tests.parallel.resuming import Job, Module, data_module, train_text, write_corpus
 from tests.parallel.test_resume import checkpoint, tail
+from tests.rank_pool import ExternalRanks
+from titan_strategy import TitanStrategy
 
 ONE = (1, 4, {})
 LAYOUTS = {
@@ -47,3 +50,30 @@ def test_any_layout_resumes_any_other(rank_pool, folder: Path, single_file: bool
             expected = tail(whole, 3)
             assert [set(rows) for rows in trace["rows"]] == [set(rows) for rows in expected["rows"]]
             torch.testing.assert_close(torch.tensor(trace["loss"]), torch.tensor(expected["loss"]), rtol=1e-5, atol=0)
+
+
+def one_module_two_trainers(job: Job) -> tuple[float, float, str]:
+    """Train and validate one module with two Trainers, then try a third one with other settings."""
+    ranks = ExternalRanks().world_size()
+
+    def trainer(**options):
+        strategy = TitanStrategy(
+            cluster_environment=ExternalRanks(), parallel_devices=[torch.device("cpu")] * ranks, **job.options, **options
+        )
+        return quiet_trainer(strategy, ranks, max_steps=job.max_steps, limit_val_batches=2)
+
+    module, data = Module(job), data_module(job)
+    first = trainer()
+    first.fit(module, datamodule=data)
+    trained = first.validate(module, datamodule=data, verbose=False)[0]["val/loss"]
+    again = trainer().validate(module, datamodule=data, verbose=False)[0]["val/loss"]
+    with pytest.raises(ValueError, match="split by an earlier Trainer") as refusal:
+        trainer(reshard_after_forward="always").validate(module, datamodule=data, verbose=False)
+    return trained, again, str(refusal.value)
+
+
+@pytest.mark.parametrize("layout", [LAYOUTS["tp2"], LAYOUTS["pp2"]], ids=["tp2", "pp2"])
+def test_a_module_goes_from_one_trainer_to_another(rank_pool, folder: Path, layout: tuple) -> None:
+    for trained, again, refusal in rank_pool.run(one_module_two_trainers, layout[0], job(folder, layout)):
+        assert trained == again
+        assert "reshard_after_forward: default, always" in refusal
