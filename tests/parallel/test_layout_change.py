@@ -57,8 +57,9 @@ def one_module_two_trainers(job: Job) -> tuple[float, float, str]:
     ranks = ExternalRanks().world_size()
 
     def trainer(**options):
+        devices = [torch.device("cpu")] * ranks
         strategy = TitanStrategy(
-            cluster_environment=ExternalRanks(), parallel_devices=[torch.device("cpu")] * ranks, **job.options, **options
+            cluster_environment=ExternalRanks(), parallel_devices=devices, **job.options, **options
         )
         return quiet_trainer(strategy, ranks, max_steps=job.max_steps, limit_val_batches=2)
 
