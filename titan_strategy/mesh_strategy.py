@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 from typing_extensions import override
@@ -42,6 +43,18 @@ class MeshStrategy(ParallelStrategy):
         """The data coordinate: ranks that share rows of the data have the same one."""
         assert self.mesh is not None, "the mesh exists once the trainer has started"
         return {"num_replicas": self.mesh.data.size(), "rank": self.mesh.data.get_local_rank()}
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        """Refuse a prediction that would hang: Lightning may give a rank a row more, but sharded models run in step."""
+        sampler = getattr(getattr(dataloader, "batch_sampler", None), "sampler", None)
+        if isinstance(sampler, UnrepeatedDistributedSampler) and sampler.total_size % sampler.num_replicas:
+            raise ValueError(
+                f"predict: {sampler.total_size} rows cannot be shared evenly by {sampler.num_replicas} data ranks. Use "
+                "a number of rows that they divide, one process, or a sampler of your own with "
+                "Trainer(use_distributed_sampler=False)."
+            )
+        return dataloader
 
     @override
     def barrier(self, name: str | None = None) -> None:

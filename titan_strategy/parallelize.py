@@ -25,6 +25,7 @@ from titan_strategy.pipeline_parallel import Pipeline
 from titan_strategy.pipeline_split import PipelineConfig, assign_modules, stage_view
 from titan_strategy.plan import ParallelPlan
 from titan_strategy.tensor_parallel import apply_tensor_parallel, resolve_styles
+from titan_strategy.tied import check_tied, tied_names
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -108,6 +109,7 @@ def parallelize(
     root, plan = root_and_plan(module, plan)
     check_plan(module, plan, mesh.sizes)
     precision.convert_module(module)
+    tied = tied_names(module)
     units = find_units(root, plan)
     styles = resolve_styles(root, plan) if plan is not None and mesh.sizes.tensor > 1 else {}
     stages = _divide_into_stages(module, plan, layout, device)
@@ -119,6 +121,7 @@ def parallelize(
     apply_fsdp(
         roots, units, mesh.fsdp, precision, _reshard_policy(layout), layout.cpu_offload, cast_inside=plan is None
     )
+    check_tied(module, tied)
     if root is module:
         route_steps_through_fsdp(module, [step for step in _STEPS if is_overridden(step, module)])
     if isinstance(module, TitanModule):

@@ -174,6 +174,7 @@ class TitanStrategy(MeshStrategy):
         assert self.cluster_environment is not None
         super().setup_environment()
         reset_seed()
+        self._pending_weights = self._pending_rng = None  # left by a stage that did not use them
         self.set_world_ranks()
         distributed.init_process_group(
             self.cluster_environment, self.root_device, self._process_group_backend, self._timeout
