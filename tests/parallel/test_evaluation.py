@@ -1,8 +1,12 @@
 """Validation, test and prediction over every layout: each row once, in the order of the data."""
 
+from pathlib import Path
+
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 
 from models import TextDataModule
@@ -68,3 +72,38 @@ def test_every_row_once_and_in_order(rank_pool, tmp_path, layout: Layout) -> Non
         torch.testing.assert_close(predicted, logits, rtol=1e-4, atol=1e-5)
         assert validated == pytest.approx((loss_sum / count).item(), rel=1e-6)
         assert tested == validated
+
+
+def fit_with_callbacks(job: Job, options: dict) -> tuple[int, str, float, list[str]]:
+    """A run that EarlyStopping ends; what it saved, its best score, and what rank 0's logger wrote."""
+    ranks = ExternalRanks().world_size()
+    strategy = TitanStrategy(
+        cluster_environment=ExternalRanks(), parallel_devices=[torch.device("cpu")] * ranks, seed=SEED, **options
+    )
+    best = pl.callbacks.ModelCheckpoint(job.folder / "best", monitor="val/loss", filename="{step}")
+    trainer = quiet_trainer(
+        strategy,
+        ranks,
+        max_steps=20,
+        val_check_interval=2,
+        callbacks=[best, EarlyStopping("val/loss", patience=2, min_delta=100.0), LearningRateMonitor("step")],
+        enable_checkpointing=True,
+        logger=CSVLogger(job.folder, version=0),
+    )
+    trainer.fit(Module(job), data_module(job))
+    assert best.best_model_score is not None
+    log = Path(trainer.logger.log_dir) / "metrics.csv"
+    columns = log.read_text().splitlines()[0].split(",") if trainer.is_global_zero else []
+    return trainer.global_step, best.best_model_path, best.best_model_score.item(), columns
+
+
+@pytest.mark.parametrize("layout", [LAYOUTS["shard2"], LAYOUTS["pp2-shard2"]], ids=["shard2", "pp2-shard2"])
+def test_callbacks_and_loggers_see_the_same_numbers_on_every_rank(rank_pool, tmp_path, layout: Layout) -> None:
+    job = Job(tmp_path, max_steps=20, batch_size=2)
+    write_corpus(tmp_path)
+    answers = rank_pool.run(fit_with_callbacks, layout.ranks, job, layout.options)
+    steps, path, score, columns = answers[0]
+    assert steps == 6, "the first validation sets the best score, two more without improvement end the run"
+    assert Path(path).is_dir()
+    assert {answer[:3] for answer in answers} == {(steps, path, score)}
+    assert {"train/loss", "train/grad_norm", "val/loss", "lr-AdamW"} <= set(columns)
