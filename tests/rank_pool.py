@@ -15,6 +15,7 @@ A rank that raises fails the test with its own exception; the others are not lef
 
 import atexit
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -287,8 +288,11 @@ def _picklable(error: BaseException) -> BaseException:
 def _forget_process_groups() -> None:
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+    # A module and its trainer refer to each other, and keep the threads of their groups alive: some 30 for each run.
+    gc.collect()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+    gc.collect()
     # DTensor remembers, per operator, meshes that equal the next test's mesh but name process groups that are gone.
     _clear_sharding_prop_cache()
 
