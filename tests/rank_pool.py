@@ -29,6 +29,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ MAX_RANKS = 8
 # How long the other ranks may take to answer once one has failed. Their collectives fail as soon as the failed rank has
 # closed its connections; whoever is still silent after this is stuck.
 GRACE_SECONDS = 5.0
+MAX_THREADS = 250
 
 
 class ExternalRanks(ClusterEnvironment):
@@ -161,6 +163,8 @@ class RankPool:
 
     def _spawn(self, count: int) -> None:
         """Makes the first `count` ranks live: starts the missing ones and replaces those that died or were killed."""
+        for worker in self._workers:
+            worker.retire_if_worn_out()
         alive = [worker if worker.process.is_alive() else _Worker(rank) for rank, worker in enumerate(self._workers)]
         self._workers = alive + [_Worker(rank) for rank in range(len(alive), count)]
 
@@ -199,6 +203,13 @@ class _Worker:
     def forget_process_groups(self) -> None:
         if self.process.is_alive():
             self.connection.send(None)
+
+    def retire_if_worn_out(self) -> None:
+        """End a process in which the threads of earlier runs' groups have piled up; torch keeps some for good."""
+        threads = Path(f"/proc/{self.process.pid}/task")
+        if threads.is_dir() and len(list(threads.iterdir())) > MAX_THREADS:
+            self.process.kill()
+            self.process.join()
 
     def kill(self) -> None:
         if self.process.is_alive():
