@@ -9,9 +9,9 @@ import torch
 from tests.rank_pool import RankPool
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def rank_pool() -> Iterator[RankPool]:
-    """Warm gloo ranks; see `tests/rank_pool.py`."""
+    """Warm gloo ranks, fresh for each file, so that no file meets what another has left; see `tests/rank_pool.py`."""
     pool = RankPool()
     yield pool
     pool.close()
