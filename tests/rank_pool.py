@@ -1,7 +1,7 @@
 """A pool of warm gloo ranks for tests that need several processes.
 
-Importing torch and Lightning costs seconds per process, so the ranks are spawned once per test session and every
-multi-process test runs on them. `RankPool.run` sends a top-level function of a test module to the first ranks:
+Importing torch and Lightning costs seconds per process, so the ranks are forked from one process that has done it and
+every multi-process test runs on them. `RankPool.run` sends a top-level function of a test module to the first ranks:
 
     def _sum_of_ranks(offset: int) -> int:
         torch.distributed.init_process_group("gloo")
@@ -39,7 +39,17 @@ MAX_RANKS = 8
 # How long the other ranks may take to answer once one has failed. Their collectives fail as soon as the failed rank has
 # closed its connections; whoever is still silent after this is stuck.
 GRACE_SECONDS = 5.0
-MAX_THREADS = 250
+MAX_THREADS = 100
+PRELOADED = [
+    "lightning.pytorch",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+    "torchmetrics",
+    "titan_strategy",
+    "models",
+]
 
 
 class ExternalRanks(ClusterEnvironment):
@@ -104,7 +114,7 @@ class _Failure:
 
 
 class RankPool:
-    """Up to `MAX_RANKS` processes, spawned when first needed and kept until `close`."""
+    """Up to `MAX_RANKS` processes, started when first needed and kept until `close`."""
 
     def __init__(self) -> None:
         self._workers: list[_Worker] = []
@@ -189,7 +199,10 @@ class _Worker:
     """The parent's end of one rank."""
 
     def __init__(self, rank: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        # Ranks are forked from a process that has imported the heavy modules and done nothing else: they start in no
+        # time, and share no state with pytest's process.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
         self.connection, child = context.Pipe()
         # Not a daemon: daemons may have no children, and a test may use DataLoader workers.
         self.process = context.Process(target=_serve, args=(child,), name=f"rank{rank}")
@@ -251,7 +264,7 @@ def _serve(connection: Connection) -> None:
     """The main loop of a rank: take a task, answer, clean up when told to."""
     faulthandler.enable()
     threading.Thread(target=_die_with_parent, daemon=True).start()
-    import lightning.pytorch  # noqa: F401  # the slow import, done before the first task is timed
+    gc.freeze()  # what the imports left stays: no collection need look at it again
 
     environment = dict(os.environ)
     while True:

@@ -90,12 +90,13 @@ def _initialise(name: str, module: nn.Module, scratch_device: torch.device, seed
 
 def _initialiser(module: nn.Module) -> tuple[Callable[[], object] | None, list[nn.Module]]:
     """The method that fills `module`, and the modules whose tensors it writes."""
-    for method in ("init_weights", "reset_parameters"):
-        if hasattr(module, method):
-            return getattr(module, method), [module]
-    private: Callable[[], object] | None = getattr(module, "_reset_parameters", None)
-    if private is not None:  # nn.MultiheadAttention, which also zeroes the bias of its out_proj
-        return private, list(module.modules())
+    for name in ("init_weights", "reset_parameters", "_reset_parameters"):
+        method: Callable[[], object] | None = getattr(module, name, None)
+        if method is not None:
+            # nn.MultiheadAttention and nn.Transformer keep a private method that writes to their children, too. Told by
+            # the function's own name, since importing lightning.pytorch.demos gives it a public one as well.
+            whole = getattr(method, "__name__", name) == "_reset_parameters"
+            return method, list(module.modules()) if whole else [module]
     return None, [module]
 
 

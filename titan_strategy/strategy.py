@@ -198,11 +198,8 @@ class TitanStrategy(MeshStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        assert self.lightning_module is not None
         path = Path(checkpoint_path)
-        checkpoint, rng = ckpt.read(path, weights_only, self.global_rank, self.world_size)
-        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
-            self._pending_rng = rng
+        checkpoint, self._pending_rng = ckpt.read(path, weights_only, self.global_rank, self.world_size)
         return checkpoint
 
     @override

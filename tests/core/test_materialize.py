@@ -116,6 +116,15 @@ def test_bf16_weights_are_the_rounded_float32_ones(rank_pool) -> None:
             assert torch.equal(value, rounded), name
 
 
+def test_a_private_initialiser_that_was_made_public_is_still_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = reference()
+    # What importing lightning.pytorch.demos does.
+    private = nn.MultiheadAttention._reset_parameters
+    monkeypatch.setattr(nn.MultiheadAttention, "reset_parameters", private, raising=False)
+    state = reference()
+    assert all(torch.equal(state[name], value) for name, value in expected.items())
+
+
 def test_values_are_those_of_torch_initialisers() -> None:
     state = reference()
     # nn.Linear draws from U(-1/sqrt(in), 1/sqrt(in)), nn.Embedding from N(0, 1).
