@@ -12,7 +12,10 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from typing_extensions import override
 
-from models.config import PresetName, TransformerConfig, TransformerOverrides
+from models.config import TransformerConfig, TransformerOverrides
+from models.moe import balance_experts
+from models.presets import PresetName
+from models.routing import routing_metrics
 from models.schedules import LearningRateSchedule
 from models.transformer import Transformer
 from titan_strategy.dimensions import Dimension, ModelDimensions
@@ -56,10 +59,15 @@ class AdamWConfig:
 
 
 class CausalLM(TitanModule):
-    """A Llama-style language model that learns to predict the next token.
+    """A language model that learns to predict the next token.
 
     A batch is `{"tokens": (batch, seq), "labels": (batch, seq)}`, where `labels[:, t]` is the token that follows
     `tokens[:, t]`, or -100 where there is nothing to predict.
+
+    With experts, their balance is kept once in each optimizer step, and logged whenever the Trainer logs: for each
+    block i `moe/imbalance/i` (highest load of an expert over the mean) and `moe/entropy/i` (of a token's distribution
+    over the experts, in nats), `moe/dropped_tokens` (none ever), and `moe/auxiliary_loss` per token, if there is one.
+    `train/loss` is without the auxiliary loss.
 
     Args:
         preset: Name of a model size; give either this or `config`.
@@ -110,10 +118,12 @@ class CausalLM(TitanModule):
         def dimension(name: str) -> Dimension:
             return Dimension(f"model.{self._section}.{name}", getattr(self.config, name))
 
-        return ModelDimensions(
-            split=(dimension("n_heads"), dimension("n_kv_heads"), dimension("ffn_dim")),
-            vocabulary=dimension("vocab_size"),
-        )
+        moe, dense = self.config.moe, len(self.config.moe_layers) < self.config.n_layers
+        split = [dimension("n_heads"), dimension("n_kv_heads"), *([dimension("ffn_dim")] if dense else [])]
+        if moe is not None and moe.shared_dim:
+            split.append(Dimension(f"model.{self._section}.moe.shared_dim", moe.shared_dim))
+        experts = None if moe is None else Dimension(f"model.{self._section}.moe.num_experts", moe.num_experts)
+        return ModelDimensions(split=tuple(split), vocabulary=dimension("vocab_size"), experts=experts)
 
     @override
     def check_setup(self, trainer: pl.Trainer, datamodule: pl.LightningDataModule | None) -> None:
@@ -142,6 +152,8 @@ class CausalLM(TitanModule):
         """Cross-entropy of logits (batch, seq, vocab), in nats and float32, summed over the labelled positions."""
         logits, labels = output.flatten(0, 1), batch["labels"].flatten()
         loss_sum = nn.functional.cross_entropy(logits.float(), labels, ignore_index=IGNORE_INDEX, reduction="sum")
+        assert isinstance(self.model, Transformer)
+        self.model.loss_scale.follow(loss_sum)
         return loss_sum, (labels != IGNORE_INDEX).sum()
 
     @override
@@ -152,6 +164,17 @@ class CausalLM(TitanModule):
     @override
     def row_mask(self, batch: dict[str, Tensor]) -> Tensor:
         return (batch["labels"] != IGNORE_INDEX).any(dim=-1)
+
+    @override
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        moe = self.config.moe
+        if moe is None:
+            return
+        assert self.model is not None
+        records = balance_experts(self.model, self.config.moe_layers, moe.num_experts, moe.top_k, self.device)
+        every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]  # the Trainer sets it undeclared
+        if self.trainer.training and every and (self.trainer.global_step + 1) % every == 0:
+            self.log_dict(routing_metrics(records, moe), on_step=True, on_epoch=False, batch_size=1)
 
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:

@@ -11,5 +11,5 @@ __all__ = ["ParallelPlan", "PipelineConfig", "TitanModule", "TitanStrategy"]
 
 if "titan" not in StrategyRegistry:
     StrategyRegistry.register(
-        "titan", TitanStrategy, description="FSDP2, HSDP, tensor and pipeline parallelism with exact losses"
+        "titan", TitanStrategy, description="FSDP2, HSDP, tensor, pipeline and expert parallelism with exact losses"
     )

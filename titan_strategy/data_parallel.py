@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -13,8 +12,11 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.distributed.tensor import Shard
 
 from precision_plugins import TitanPrecision
+from titan_strategy.expert_parallel import num_experts, prefetch_in_order, shard_dim
+from titan_strategy.mesh import ParallelMesh
 from titan_strategy.plan import ParallelPlan, match_modules
 
 ReshardPolicy = Literal["default", "always", "never"]
@@ -27,15 +29,17 @@ class Units:
     before: tuple[nn.Module, ...]
     blocks: tuple[nn.Module, ...]
     after: tuple[nn.Module, ...]
+    experts: tuple[nn.Module, ...] = ()  # inside the blocks, gathered over ranks of their own
     tied: bool = False
 
     def within(self, root: nn.Module) -> "Units":
         """Those that are left of a model after its division into pipeline stages."""
         left = set(root.modules())
-        before, blocks, after = (
-            tuple(module for module in modules if module in left) for modules in (self.before, self.blocks, self.after)
+        before, blocks, after, experts = (
+            tuple(module for module in modules if module in left)
+            for modules in (self.before, self.blocks, self.after, self.experts)
         )
-        return replace(self, before=before, blocks=blocks, after=after)
+        return replace(self, before=before, blocks=blocks, after=after, experts=experts)
 
 
 def find_units(root: nn.Module, plan: ParallelPlan | None) -> Units:
@@ -46,6 +50,7 @@ def find_units(root: nn.Module, plan: ParallelPlan | None) -> Units:
         before=_matches(root, plan.before, "plan.before"),
         blocks=tuple(match_modules(root, plan.blocks, "plan.blocks").values()),
         after=_matches(root, plan.after, "plan.after"),
+        experts=() if plan.experts is None else tuple(match_modules(root, plan.experts, "plan.experts").values()),
         tied=bool(plan.tied),
     )
 
@@ -65,7 +70,7 @@ def find_blocks(root: nn.Module) -> list[nn.Module]:
 def apply_fsdp(
     roots: Sequence[nn.Module],
     units: Units,
-    mesh: DeviceMesh,
+    mesh: ParallelMesh,
     precision: TitanPrecision,
     reshard_after_forward: ReshardPolicy,
     cpu_offload: bool,
@@ -76,7 +81,7 @@ def apply_fsdp(
     Args:
         roots: The modules whose forward is called from outside; several if this rank has several pipeline stages.
         units: What to gather together.
-        mesh: 1-D (shard), or 2-D (replicate, shard).
+        mesh: Says over which ranks.
         precision: Gives the dtype policy.
         reshard_after_forward: `"always"` frees every unit after its forward, `"never"` keeps all until the backward;
             `"default"` frees all but the last ones, whose backward comes at once.
@@ -93,7 +98,18 @@ def apply_fsdp(
         if modules:
             target = modules[0] if len(modules) == 1 else list(modules)
             policy = precision.fsdp_policy(cast_inputs)
-            fully_shard(target, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
+            fully_shard(target, mesh=mesh.fsdp, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload)
+
+    for module in units.experts:
+        dim = shard_dim(module, num_experts(module) // mesh.sizes.expert, mesh.expert_fsdp.size(-1))
+        fully_shard(
+            module,
+            mesh=mesh.expert_fsdp,
+            reshard_after_forward=free,
+            shard_placement_fn=lambda _, dim=dim: Shard(dim),  # type: ignore[misc]
+            mp_policy=precision.fsdp_policy(False),
+            offload_policy=offload,
+        )
 
     if units.tied:
         shard((*units.before, *units.after), free_last, cast_inside)  # what shares storage must lie in one unit
@@ -106,6 +122,8 @@ def apply_fsdp(
         shard(units.after, free_last, cast_inside)
     for root in roots:
         shard([root], gathered_from_root, cast_inputs=True)
+    if mesh.sizes.expert > 1:
+        prefetch_in_order([(block, *(m for m in block.modules() if m in units.experts)) for block in units.blocks])
 
 
 def route_steps_through_fsdp(module: nn.Module, methods: Sequence[str]) -> None:
@@ -120,6 +138,16 @@ def sum_gradients(roots: Sequence[nn.Module]) -> None:
         module.set_gradient_divide_factor(1.0)
         # Without this the factor becomes a pre-multiplied sum, which gloo lacks.
         module.set_force_sum_reduction_for_comms(True)
+
+
+def average_experts(modules: Sequence[nn.Module], data_ranks: int) -> None:
+    """Divide the gradients of experts by the number of ranks that read different rows, as those of all other units.
+
+    FSDP2 would divide by the number of ranks that share an expert, of which each has tokens from several.
+    """
+    for module in _fsdp_modules(modules):
+        module.set_gradient_divide_factor(float(data_ranks))
+        module.set_force_sum_reduction_for_comms(True)  # see `sum_gradients`
 
 
 def set_gradient_sync(roots: Sequence[nn.Module], enabled: bool) -> None:

@@ -28,10 +28,12 @@ class ModelDimensions:
         split: Each is cut into `tensor_parallel_size` equal parts: heads, key and value heads, hidden width of the
             feed-forward.
         vocabulary: Cut over the same ranks, into parts that need not be equal.
+        experts: Divided into `expert_parallel_size` equal parts.
     """
 
     split: tuple[Dimension, ...] = ()
     vocabulary: Dimension | None = None
+    experts: Dimension | None = None
 
     def tensor_parallel_sizes(self) -> list[int]:
         """All sizes that tensor parallelism can have."""

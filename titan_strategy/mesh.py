@@ -1,5 +1,6 @@
 """Sizes of the parallel axes -> the one device mesh of the run. Nothing else in the project creates process groups."""
 
+import functools
 import math
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -11,6 +12,8 @@ PIPELINE = "pipeline_parallel"
 REPLICATE = "data_parallel_replicate"
 SHARD = "data_parallel_shard"
 TENSOR = "tensor_parallel"
+EXPERT = "expert_parallel"
+EXPERT_SHARD = "expert_shard"
 DATA = "data_parallel"  # replicate x shard, flattened: the ranks that read different rows
 
 _SHARD_ARGUMENT = "data_parallel_shard_size"
@@ -25,15 +28,18 @@ class ParallelSizes:
         replicate: Number of such copies (more than 1 is HSDP).
         tensor: Ranks that share each matrix product.
         pipeline: Ranks among which the layers are divided.
+        expert: Ranks among which the experts of a block are divided. They are taken from shard x tensor, which they
+            divide: the number of processes is that of the other four.
     """
 
     shard: int | Literal["auto"] = "auto"
     replicate: int = 1
     tensor: int = 1
     pipeline: int = 1
+    expert: int = 1
 
     def __post_init__(self) -> None:
-        for argument, size in self._by_argument().items():
+        for argument, size in {**self._by_argument(), "expert_parallel_size": self.expert}.items():
             if size == "auto" and argument != _SHARD_ARGUMENT:
                 raise ValueError(f"{argument}='auto': only {_SHARD_ARGUMENT} can be 'auto'; give a number here.")
             if size != "auto" and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
@@ -61,13 +67,27 @@ class ParallelSizes:
                 f"processes, but this run has {world_size} (devices x num_nodes). Here {_SHARD_ARGUMENT} must be "
                 f"{fitting} or 'auto'."
             )
-        return replace(self, shard=fitting)
+        resolved = replace(self, shard=fitting)
+        if resolved.lent_ranks % self.expert:
+            valid = ", ".join(str(n) for n in range(1, resolved.lent_ranks + 1) if resolved.lent_ranks % n == 0)
+            raise ValueError(
+                f"expert_parallel_size={self.expert} does not divide {_SHARD_ARGUMENT}={fitting} x "
+                f"tensor_parallel_size={self.tensor} = {resolved.lent_ranks}, the ranks that it can take. It must be "
+                f"one of {valid}."
+            )
+        return resolved
 
     @property
     def data_ranks(self) -> int:
         """How many ranks read different rows; of resolved sizes."""
         assert isinstance(self.shard, int), "sizes must be resolved against the world size first"
         return self.replicate * self.shard
+
+    @property
+    def lent_ranks(self) -> int:
+        """How many ranks experts can be spread over: those that share a copy of the model; of resolved sizes."""
+        assert isinstance(self.shard, int), "sizes must be resolved against the world size first"
+        return self.shard * self.tensor
 
     def _by_argument(self) -> dict[str, int | str]:
         return {
@@ -104,6 +124,29 @@ class ParallelMesh:
     def fsdp(self) -> DeviceMesh:
         """The mesh for `fully_shard`: 1-D, or 2-D (replicate, shard) for HSDP."""
         return self.world[REPLICATE, SHARD] if self.sizes.replicate > 1 else self.world[SHARD]
+
+    @functools.cached_property
+    def _expert_world(self) -> DeviceMesh:
+        """The same ranks as experts see them, with shard x tensor divided otherwise. Made by all ranks at once."""
+        sizes = self.sizes
+        return init_device_mesh(
+            self.world.device_type,
+            (sizes.pipeline, sizes.replicate, sizes.lent_ranks // sizes.expert, sizes.expert),
+            mesh_dim_names=(PIPELINE, REPLICATE, EXPERT_SHARD, EXPERT),
+        )
+
+    @property
+    def expert(self) -> DeviceMesh:
+        """The ranks among which the experts of a block are divided."""
+        return self._expert_world[EXPERT]
+
+    @property
+    def expert_fsdp(self) -> DeviceMesh:
+        """The mesh for `fully_shard` of experts. Tensor parallelism does not split them: its ranks share them, too."""
+        if self.sizes.expert == self.sizes.tensor == 1:
+            return self.fsdp
+        world = self._expert_world
+        return world[REPLICATE, EXPERT_SHARD] if self.sizes.replicate > 1 else world[EXPERT_SHARD]
 
     @property
     def tensor(self) -> DeviceMesh:

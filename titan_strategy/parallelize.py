@@ -14,10 +14,12 @@ from precision_plugins import TitanPrecision
 from titan_strategy.data_parallel import (
     ReshardPolicy,
     apply_fsdp,
+    average_experts,
     find_units,
     route_steps_through_fsdp,
     sum_gradients,
 )
+from titan_strategy.expert_parallel import apply_expert_parallel
 from titan_strategy.materialize import materialize
 from titan_strategy.mesh import ParallelMesh, ParallelSizes
 from titan_strategy.module import TitanModule
@@ -108,24 +110,26 @@ def parallelize(
     check_module(module)
     root, plan = root_and_plan(module, plan)
     check_plan(module, plan, mesh.sizes)
+    _spread_real_values(module, device)
     precision.convert_module(module)
     tied = tied_names(module)
     units = find_units(root, plan)
     styles = resolve_styles(root, plan) if plan is not None and mesh.sizes.tensor > 1 else {}
     stages = _divide_into_stages(module, plan, layout, device)
     units = units.within(module)
+    if mesh.sizes.expert > 1:
+        apply_expert_parallel(units.experts, mesh.expert)
     apply_tensor_parallel(module, styles, mesh.tensor, layout.sequence_parallel, layout.loss_parallel)
     precision.apply_to_blocks(units.blocks)
-    _spread_real_values(module, device)
     roots = stages or [root]
-    apply_fsdp(
-        roots, units, mesh.fsdp, precision, _reshard_policy(layout), layout.cpu_offload, cast_inside=plan is None
-    )
+    apply_fsdp(roots, units, mesh, precision, _reshard_policy(layout), layout.cpu_offload, cast_inside=plan is None)
     check_tied(module, tied)
     if root is module:
         route_steps_through_fsdp(module, [step for step in _STEPS if is_overridden(step, module)])
     if isinstance(module, TitanModule):
         sum_gradients(roots)
+    else:
+        average_experts(units.experts, mesh.sizes.data_ranks)
     materialize(module, torch.device("cpu") if layout.cpu_offload else device, scratch_device=device, seed=seed)
     _place_metrics(module, device, mesh.data_group)
     module._split = Split(layout, precision.precision, roots)  # type: ignore[assignment]  # no tensor, no module
@@ -167,6 +171,11 @@ def check_plan(module: pl.LightningModule, plan: ParallelPlan | None, sizes: Par
                 f"{argument}={size}: {name} does not say how it can be split. Give its model a parallel_plan() "
                 "method, or the strategy a plan."
             )
+    if sizes.expert > 1 and (plan is None or plan.experts is None):
+        raise ValueError(
+            f"expert_parallel_size={sizes.expert}: {name} does not say where its experts are. Name them in its plan "
+            "(ParallelPlan.experts), or use expert_parallel_size=1."
+        )
     if sizes.pipeline == 1:
         return
     if not isinstance(module, TitanModule):

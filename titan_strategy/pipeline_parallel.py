@@ -183,6 +183,8 @@ class Pipeline:
             PipelineStage(part, number, self._num_stages, self._device, group=self._group)
             for number, part in self._stages.items()
         ]
+        for part in self._stages.values():
+            _undo_first_call(part)
         # Gradients are summed over microbatches; torch would by default divide what has accumulated at each step.
         options: dict[str, Any] = {"loss_fn": self._loss, "scale_grads": False}
         if self._config.schedule_csv is not None:
@@ -194,6 +196,25 @@ class Pipeline:
         if issubclass(schedule, PipelineScheduleSingle):
             return schedule(stages[0], self._microbatches, **options)
         return schedule(stages, self._microbatches, **options)
+
+
+def _undo_first_call(stage: nn.Module) -> None:
+    """Give the buffers of `stage` back what they hold now when its second forward pass begins.
+
+    Before the first microbatch torch runs each stage once on memory as it finds it, forward and backward, to learn
+    shapes. What that does to counters and running statistics must not stay.
+    """
+    saved: list[list[Tensor]] = []
+
+    def before(module: nn.Module, inputs: Any) -> None:
+        if not saved:
+            saved.append([buffer.clone() for buffer in module.buffers()])
+            return
+        for buffer, value in zip(module.buffers(), saved[0], strict=True):
+            buffer.copy_(value)
+        handle.remove()
+
+    handle = stage.register_forward_pre_hook(before)
 
 
 def _split(batch: Any, rows: int, parts: int) -> list[Any]:

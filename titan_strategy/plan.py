@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import nn
 
-TensorParallelStyle = Literal["colwise", "rowwise", "sequence", "embedding", "head", "replicate"]
+TensorParallelStyle = Literal["colwise", "rowwise", "sequence", "embedding", "head", "replicate", "tokens"]
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,8 @@ class ParallelPlan:
         before: Modules that run before the first block, such as the embedding.
         after: Modules that run after the last block, such as the final norm and the head.
         tensor_parallel: Pattern of a module -> how tensor parallelism splits it.
-        experts: Pattern of the grouped-experts modules.
+        experts: Pattern of the modules with grouped experts. The parameters of such a module have the experts as their
+            first dimension, and it has an attribute `dispatcher`; see `titan_strategy.dispatch`.
         tied: Pairs of parameter names that share storage.
     """
 

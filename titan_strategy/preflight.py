@@ -11,6 +11,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from titan_strategy.checkpoint import check_complete
 from titan_strategy.data_parallel import find_units
+from titan_strategy.dimensions import Dimension
+from titan_strategy.expert_parallel import check_experts
 from titan_strategy.mesh import ParallelSizes
 from titan_strategy.module import TitanModule
 from titan_strategy.parallelize import check_module, check_plan, divide_model, is_split, root_and_plan
@@ -109,7 +111,11 @@ class _Problems:
 
 def _check_dimensions(module: TitanModule, request: Request, problems: _Problems) -> None:
     size, dimensions = request.sizes.tensor, module.dimensions()
-    if dimensions is None or size == 1:
+    if dimensions is None:
+        return
+    with problems.collected():
+        _check_experts(dimensions.experts, request.sizes.expert)
+    if size == 1:
         return
     undivided = [str(dimension) for dimension in dimensions.split if dimension.size % size]
     vocabulary = dimensions.vocabulary
@@ -126,6 +132,14 @@ def _check_dimensions(module: TitanModule, request: Request, problems: _Problems
                 f"tensor_parallel_size={size} is more than {vocabulary}, which leaves some ranks without a part of the "
                 f"vocabulary. For this model it must be one of {valid}."
             )
+
+
+def _check_experts(experts: Dimension | None, size: int) -> None:
+    if experts is not None and experts.size % size:
+        valid = ", ".join(str(n) for n in range(1, experts.size + 1) if experts.size % n == 0)
+        raise ValueError(
+            f"expert_parallel_size={size} does not divide {experts}. For this model it must be one of {valid}."
+        )
 
 
 def _check_sequence(datamodule: pl.LightningDataModule | None, request: Request) -> None:
@@ -170,7 +184,7 @@ def _check_model(trainer: pl.Trainer, module: pl.LightningModule, request: Reque
         if plan is None:
             return
         with problems.collected():
-            find_units(root, plan)
+            check_experts(find_units(root, plan).experts, sizes.expert)
             if sizes.pipeline > 1:
                 divide_model(root, plan, sizes.pipeline, request.pipeline)
         if sizes.tensor > 1:

@@ -38,7 +38,7 @@ from titan_strategy.token_loss import TokenLoss
 
 
 class TitanStrategy(MeshStrategy):
-    """Train a LightningModule with FSDP2, HSDP, tensor and pipeline parallelism, from the meta device.
+    """Train a LightningModule with FSDP2, HSDP, tensor, pipeline and expert parallelism, from the meta device.
 
     The model is built in `configure_model()`. A `TitanModule` gets exactly normalised losses and gradients; any other
     LightningModule with automatic optimisation works with Lightning's averaging over ranks.
@@ -49,6 +49,8 @@ class TitanStrategy(MeshStrategy):
         data_parallel_replicate_size: Number of such copies; more than 1 is HSDP.
         tensor_parallel_size: Ranks that share each matrix product; needs a plan.
         pipeline_parallel_size: Ranks among which the layers are divided; needs a `TitanModule` with a plan.
+        expert_parallel_size: Ranks among which the experts of a block are divided, taken from those of
+            data_parallel_shard_size x tensor_parallel_size; needs a plan.
         sequence_parallel: With tensor parallelism, split activations between the blocks over the sequence.
         loss_parallel: With tensor parallelism, leave the logits of a `TitanModule` split over the vocabulary.
         pipeline: How the layers are divided into stages, and in which order these run.
@@ -81,6 +83,7 @@ class TitanStrategy(MeshStrategy):
         data_parallel_replicate_size: int = 1,
         tensor_parallel_size: int = 1,
         pipeline_parallel_size: int = 1,
+        expert_parallel_size: int = 1,
         sequence_parallel: bool = True,
         loss_parallel: bool = True,
         pipeline: PipelineConfig = PipelineConfig(),
@@ -114,6 +117,7 @@ class TitanStrategy(MeshStrategy):
             replicate=data_parallel_replicate_size,
             tensor=tensor_parallel_size,
             pipeline=pipeline_parallel_size,
+            expert=expert_parallel_size,
         )
         self._sequence_parallel = sequence_parallel
         self._loss_parallel = loss_parallel

@@ -7,6 +7,7 @@ norm gathers its output once for all the products that read it; a row-wise produ
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_module
@@ -33,12 +34,13 @@ def resolve_styles(root: nn.Module, plan: ParallelPlan) -> dict[nn.Module, Tenso
                     f"{style!r}."
                 )
             chosen[name] = (pattern, style)
+    experts = match_modules(root, plan.experts, "plan.experts") if plan.experts is not None else {}
     for name, module in root.named_modules():
-        if name not in chosen and next(module.parameters(recurse=False), None) is not None:
+        if name not in chosen and name not in experts and next(module.parameters(recurse=False), None) is not None:
             raise ValueError(
                 f"tensor_parallel_size > 1: plan.tensor_parallel does not say how {name or 'the root module'} "
-                f"({type(module).__name__}) is split. Give it a style: colwise, rowwise, sequence, embedding, head or "
-                "replicate."
+                f"({type(module).__name__}) is split. Give it a style: colwise, rowwise, sequence, embedding, head, "
+                "replicate or tokens."
             )
     return {root.get_submodule(name): style for name, (_, style) in chosen.items()}
 
@@ -50,7 +52,7 @@ def apply_tensor_parallel(
     sequence_parallel: bool,
     loss_parallel: bool,
 ) -> None:
-    """Split the modules of `root` in place. All parameters become DTensors on `mesh`; tied ones stay tied.
+    """Split the modules of `root` in place. Their parameters become DTensors on `mesh`; tied ones stay tied.
 
     Args:
         root: The model, on the meta device.
@@ -84,6 +86,8 @@ def _parallel_style(style: TensorParallelStyle, stream: Placement, loss_parallel
             return ColwiseParallel(output_layouts=logits, use_local_output=not loss_parallel)
         case "replicate":
             return Replicated()
+        case "tokens":
+            return OwnTokens(stream)
 
 
 class GatheredNorm(ParallelStyle):
@@ -127,6 +131,45 @@ class Replicated(ParallelStyle):
 
     def _leave(self, module: nn.Module, output: DTensor, mesh: DeviceMesh) -> Tensor:
         return output if output.placements == (Replicate(),) else output.to_local()
+
+
+class OwnTokens(ParallelStyle):
+    """Each rank runs the module, which treats tokens independently, on its part of the sequence.
+
+    An attribute `sequence_group` of a module inside is set to the ranks that have the other parts.
+
+    Args:
+        stream: How the residual stream lies over the mesh, and the output with it.
+    """
+
+    def __init__(self, stream: Placement) -> None:
+        self._stream = stream
+        self._shape = torch.Size()
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for part in module.modules():
+            if hasattr(part, "sequence_group"):
+                setattr(part, "sequence_group", device_mesh.get_group())  # noqa: B010
+        module.register_forward_pre_hook(lambda _, inputs: self._enter(inputs, device_mesh))
+        module.register_forward_hook(lambda _, __, output: self._leave(output, device_mesh))
+        return module
+
+    def _enter(self, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+        whole_input = inputs[0]
+        if not isinstance(whole_input, DTensor):
+            whole_input = DTensor.from_local(whole_input, mesh, [Replicate()], run_check=False)
+        self._shape = whole_input.shape
+        return (whole_input.redistribute(placements=[Shard(SEQUENCE_DIM)]).to_local(), *inputs[1:])
+
+    def _leave(self, output: Tensor, mesh: DeviceMesh) -> Tensor:
+        if self._stream == Shard(SEQUENCE_DIM):
+            return output
+        # With a shape, because the last parts of a sequence may be shorter, or empty.
+        stride = torch.empty(self._shape, device="meta").stride()
+        parts = DTensor.from_local(
+            output, mesh, [Shard(SEQUENCE_DIM)], run_check=False, shape=self._shape, stride=stride
+        )
+        return parts.redistribute(placements=[self._stream]).to_local()
 
 
 def _around(module: nn.Module, mesh: DeviceMesh, enter: Callable[..., Any], leave: Callable[..., Any]) -> nn.Module:

@@ -6,29 +6,13 @@ import math
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from models import RopeScaling, Transformer, TransformerConfig
+from models import AttentionTemperature, MoEConfig, RopeScaling, Transformer, TransformerConfig
+from models.attention import rotary_frequencies
 from models.config import TransformerOverrides
-from models.transformer import rotary_frequencies
+from tests.models.hugging_face import assert_logits_and_gradients_equal, llama_config, random_model, weights_of
 from titan_strategy.plan import match_modules
-
-HUGGING_FACE_NAMES = {
-    "model.embed_tokens": "tok_embeddings",
-    "model.norm": "norm",
-    "model.layers": "layers",
-    "input_layernorm": "attention_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attention.wq",
-    "self_attn.k_proj": "attention.wk",
-    "self_attn.v_proj": "attention.wv",
-    "self_attn.o_proj": "attention.wo",
-    "mlp.gate_proj": "feed_forward.w1",
-    "mlp.up_proj": "feed_forward.w3",
-    "mlp.down_proj": "feed_forward.w2",
-    "lm_head": "output",
-}
 
 SCALED = RopeScaling(factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_sequence_length=16)
 VARIANTS: dict[str, TransformerOverrides] = {
@@ -40,33 +24,35 @@ VARIANTS: dict[str, TransformerOverrides] = {
     "tied_scaled_wide_heads": {"tie_embeddings": True, "rope_scaling": SCALED, "head_dim": 16, "norm_eps": 1e-3},
 }
 
+FAMILIES: dict[str, TransformerOverrides] = {
+    "llama": {},
+    "tied": {"tie_embeddings": True},
+    "qwen3": {"qk_norm": "rms"},
+    "experts": {"moe": MoEConfig(4, 2, 48)},
+    "llama4": {
+        "qk_norm": "l2",
+        "nope_interval": 2,
+        "attention_chunk": 4,
+        "attention_temperature": AttentionTemperature(floor_scale=4),
+        "moe": MoEConfig(4, 1, 48, shared_dim=48, interval=2, score="sigmoid", balance_rate=1e-3),
+    },
+}
+
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(("batch", "sequence_length"), [(2, 50), (1, 1)])
 def test_logits_and_gradients_equal_hugging_face(variant: str, batch: int, sequence_length: int) -> None:
     config = TransformerConfig.preset("debug", **VARIANTS[variant])
-    theirs = _random_llama(config)
+    theirs = random_model(llama_config(config))
     ours = Transformer(config)
-    ours.load_state_dict({_our_name(name): weight for name, weight in theirs.state_dict().items()})
-    tokens, labels = torch.randint(config.vocab_size, (2, batch, sequence_length)).unbind()
-
-    expected, logits = theirs(tokens).logits, ours(tokens)
-    assert expected.std() > 0.3, "logits too small for the comparison to mean anything"
-    _assert_equal(logits, expected, "logits")
-
-    for output in (logits, expected):
-        nn.functional.cross_entropy(output.flatten(0, 1), labels.flatten(), reduction="sum").backward()
-    gradients = {name: parameter.grad for name, parameter in ours.named_parameters()}
-    references = {_our_name(name): parameter.grad for name, parameter in theirs.named_parameters()}
-    assert gradients.keys() == references.keys()
-    for name, gradient in gradients.items():
-        _assert_equal(gradient, references[name], name)
+    ours.load_state_dict(weights_of(theirs))
+    assert_logits_and_gradients_equal(ours, theirs, batch, sequence_length)
 
 
-@pytest.mark.parametrize("preset", ["llama3_8b", "llama3_405b", "llama3_2_1b"])
+@pytest.mark.parametrize("preset", ["llama3_8b", "llama3_405b", "llama3_2_1b", "llama4_scout", "qwen3_8b"])
 def test_rotary_frequencies_of_the_published_models(preset: str) -> None:
     config = TransformerConfig.preset(preset)  # type: ignore[arg-type]
-    theirs = _llama_config(config)
+    theirs = llama_config(config)
     if config.rope_scaling is None:
         positions = torch.arange(0, config.head_size, 2) / config.head_size
         expected = config.rope_theta**-positions
@@ -75,8 +61,9 @@ def test_rotary_frequencies_of_the_published_models(preset: str) -> None:
     torch.testing.assert_close(rotary_frequencies(config, torch.device("cpu")), expected, rtol=1e-6, atol=0)
 
 
-def test_later_tokens_do_not_change_earlier_logits() -> None:
-    model = _model()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_later_tokens_do_not_change_earlier_logits(family: str) -> None:
+    model = _model(**FAMILIES[family])
     tokens = torch.randint(256, (1, 20))
     torch.testing.assert_close(model(tokens)[:, :7], model(tokens[:, :7]))
 
@@ -88,9 +75,9 @@ def test_sequence_longer_than_the_maximum_is_refused() -> None:
         model(torch.zeros(1, 17, dtype=torch.long))
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_owners_of_tensors_refill_them(tied: bool) -> None:
-    expected = _model(tie_embeddings=tied)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_owners_of_tensors_refill_them(family: str) -> None:
+    expected = _model(**FAMILIES[family])
     with torch.device("meta"):
         model = Transformer(expected.config)
     assert all(t.is_meta for t in (*model.parameters(), *model.buffers()))
@@ -102,8 +89,8 @@ def test_owners_of_tensors_refill_them(tied: bool) -> None:
         if own:
             module.reset_parameters()  # type: ignore[operator]
             assert all(tensor.isfinite().all() for tensor in own), type(module).__name__
-    assert torch.equal(model.rope.cos, expected.rope.cos)
-    assert torch.equal(model.rope.sin, expected.rope.sin)
+    for (name, buffer), exact in zip(model.named_buffers(), expected.buffers(), strict=True):
+        assert torch.equal(buffer, exact), name
 
 
 def test_initial_scale_follows_depth_and_role() -> None:
@@ -160,18 +147,22 @@ def test_pipeline_stages_compose_to_the_whole() -> None:
     assert not first_names & last_names
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_plan_places_every_module_that_owns_parameters_once(tied: bool) -> None:
-    model = _model(tie_embeddings=tied)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_plan_places_every_module_that_owns_parameters_once(family: str) -> None:
+    model = _model(**FAMILIES[family])
     plan = model.parallel_plan()
     placed = [name for pattern in plan.tensor_parallel for name in match_modules(model, pattern, "tensor_parallel")]
+    if plan.experts is not None:
+        placed += match_modules(model, plan.experts, "experts")
     owners = [name for name, module in model.named_modules() if list(module.parameters(recurse=False))]
-    assert sorted(placed) == sorted(owners)
+    # What routes is placed too, although it owns nothing: it runs on tokens of each rank's own.
+    routed = [f"layers.{layer_id}.moe.routed" for layer_id in model.config.moe_layers]
+    assert sorted(placed) == sorted(owners + routed)
     assert list(match_modules(model, plan.blocks, "blocks")) == ["layers.0", "layers.1"]
     assert set(model._modules) == {"rope", "layers", *plan.before, *plan.after}
     for first, second in plan.tied:
         assert model.get_parameter(first) is model.get_parameter(second)
-    assert bool(plan.tied) == tied
+    assert bool(plan.tied) == model.config.tie_embeddings
 
 
 def test_tensor_parallel_share_of_the_heads() -> None:
@@ -215,56 +206,6 @@ def test_compiled_bfloat16_on_the_gpu_follows_float32(n_kv_heads: int) -> None:
 
 def _model(**overrides: object) -> Transformer:
     return Transformer(TransformerConfig.preset("debug", **overrides))  # type: ignore[arg-type]
-
-
-def _random_llama(config: TransformerConfig) -> LlamaForCausalLM:
-    """Hugging Face's model with weights large enough that each part shows in the logits."""
-    torch.manual_seed(0)
-    llama = LlamaForCausalLM(_llama_config(config))
-    with torch.no_grad():
-        for name, parameter in llama.named_parameters():
-            parameter.normal_(1.0 if name.endswith("norm.weight") else 0.0, 0.2)
-    return llama
-
-
-def _llama_config(config: TransformerConfig) -> LlamaConfig:
-    scaling = config.rope_scaling
-    return LlamaConfig(
-        vocab_size=config.vocab_size,
-        hidden_size=config.dim,
-        intermediate_size=config.ffn_dim,
-        num_hidden_layers=config.n_layers,
-        num_attention_heads=config.n_heads,
-        num_key_value_heads=config.n_kv_heads,
-        head_dim=config.head_size,
-        max_position_embeddings=config.max_sequence_length,
-        rms_norm_eps=config.norm_eps,
-        tie_word_embeddings=config.tie_embeddings,
-        rope_theta=config.rope_theta,
-        rope_scaling=scaling
-        and {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_max_sequence_length,
-        },
-        attn_implementation="eager",
-    )
-
-
-def _our_name(name: str) -> str:
-    for theirs, ours in HUGGING_FACE_NAMES.items():
-        name = name.replace(theirs, ours)
-    return name
-
-
-def _assert_equal(actual: Tensor | None, expected: Tensor | None, what: str) -> None:
-    """Equal to 1e-5 of the largest entry, or to 1e-6 where all of it is zero (one token has no choice to attend to)."""
-    assert actual is not None, what
-    assert expected is not None, what
-    error = (actual - expected).abs().max()
-    assert error <= 1e-5 * expected.abs().max() + 1e-6, f"{what}: off by {error} of {expected.abs().max()}"
 
 
 def _assert_scale(weight: Tensor, std: float) -> None:

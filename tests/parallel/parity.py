@@ -4,6 +4,7 @@ The oracle shares with the strategy nothing but the initial weights, the data an
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,7 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from models import Transformer, TransformerConfig
+from models import MoEConfig, Transformer, TransformerConfig
+from models.moe import Router, balance_experts
+from precision_plugins import ActivationCheckpointing, TitanPrecision
 from tests.rank_pool import ExternalRanks
 from titan_strategy import TitanModule, TitanStrategy
 from titan_strategy.materialize import materialize
@@ -30,7 +33,7 @@ Trace = dict[str, Any]
 class Run:
     """What one run does, apart from its layout."""
 
-    microbatches: int = 5
+    microbatches: int = 3
     accumulate: int = 1
     clip: float | None = None
     clip_algorithm: Literal["norm", "value"] = "norm"
@@ -38,6 +41,9 @@ class Run:
     tied: bool = False
     frozen: bool = False  # part of the parameters; the rest in two groups
     microbatch_rows: int = ROWS  # over all data ranks
+    layers: int = 4
+    moe: MoEConfig | None = None
+    recompute: bool = False  # full activation checkpointing
 
 
 @dataclass(frozen=True)
@@ -48,16 +54,17 @@ class Layout:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-def config(tied: bool) -> TransformerConfig:
+def config(run: Run) -> TransformerConfig:
     return TransformerConfig(
         vocab_size=VOCABULARY,
         dim=32,
-        n_layers=4,
+        n_layers=run.layers,
         n_heads=8,
         n_kv_heads=4,
         ffn_dim=48,
         max_sequence_length=SEQUENCE,
-        tie_embeddings=tied,
+        tie_embeddings=run.tied,
+        moe=run.moe,
     )
 
 
@@ -101,13 +108,20 @@ class Module(TitanModule):
         return (batch["tokens"],)
 
     def token_loss(self, output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        return token_loss(output, batch["labels"])
+        loss_sum, token_count = token_loss(output, batch["labels"])
+        self.model.loss_scale.follow(loss_sum)
+        return loss_sum, token_count
 
     def token_hits(self, output: Tensor, batch: dict[str, Tensor]) -> Tensor:
         return (whole(output.argmax(-1)) == batch["labels"]).sum()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return make_optimizer(self.model, self.run)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.run.moe is not None:
+            layers = config(self.run).moe_layers
+            balance_experts(self.model, layers, self.run.moe.num_experts, self.run.moe.top_k, self.device)
 
     def train_dataloader(self) -> DataLoader:
         return self._loader(self.run.microbatches, first=0)
@@ -122,7 +136,7 @@ class Module(TitanModule):
 
 
 def build_model(run: Run) -> Transformer:
-    model = Transformer(config(run.tied))
+    model = Transformer(config(run))
     if run.frozen:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(not name.startswith(("tok_embeddings.", "layers.0.", "layers.2.attention.wq")))
@@ -163,14 +177,27 @@ class Recorder(pl.Callback):
 
 def train(run: Run, options: dict[str, Any], trainer_options: dict[str, Any] | None = None) -> Trace:
     """Run on this process's rank of the pool; every rank returns the same trace if all is well."""
+    recorder = Recorder()
+    module = fit(run, options, callbacks=[recorder], **(trainer_options or {}))
+    trace = recorder.trace
+    trace["final"] = full_parameters(module)
+    trace["bias"] = on_all_stages(module, balance_biases(module.model))
+    metrics = module.trainer.callback_metrics
+    trace["validation"] = {k: v.item() for k, v in metrics.items() if k.startswith("val/")}
+    return trace
+
+
+def fit(run: Run, options: dict[str, Any], module_class: type[Module] = Module, **trainer_options: Any) -> Module:
+    """Train a module on this process's rank of the pool."""
     world_size = ExternalRanks().world_size()
+    recompute: Literal["full", "none"] = "full" if run.recompute else "none"
     strategy = TitanStrategy(
         cluster_environment=ExternalRanks(),
         parallel_devices=[torch.device("cpu")] * world_size,
         seed=SEED,
+        precision_plugin=TitanPrecision("32-true", activation_checkpointing=ActivationCheckpointing(recompute)),
         **options,
     )
-    recorder = Recorder()
     trainer = quiet_trainer(
         strategy,
         world_size,
@@ -178,15 +205,11 @@ def train(run: Run, options: dict[str, Any], trainer_options: dict[str, Any] | N
         accumulate_grad_batches=run.accumulate,
         gradient_clip_val=run.clip,
         gradient_clip_algorithm=run.clip_algorithm if run.clip else None,
-        callbacks=[recorder],
-        **(trainer_options or {}),
+        **trainer_options,
     )
-    module = Module(run)
+    module = module_class(run)
     trainer.fit(module)
-    trace = recorder.trace
-    trace["final"] = full_parameters(module)
-    trace["validation"] = {k: v.item() for k, v in trainer.callback_metrics.items() if k.startswith("val/")}
-    return trace
+    return module
 
 
 def quiet_trainer(strategy: Any, devices: int, **options: Any) -> pl.Trainer:
@@ -204,15 +227,22 @@ def quiet_trainer(strategy: Any, devices: int, **options: Any) -> pl.Trainer:
 
 def oracle(run: Run, device: torch.device = torch.device("cpu")) -> Trace:
     """The same run in one process, in plain PyTorch."""
-    model = initial_model(run, device)
+    model = initial_model(run, device).train()
     optimizer = make_optimizer(model, run)
-    trace: Trace = {"gradients": [], "loss": [], "norm": [], "initial": copies(model)}
+    trace: Trace = {"gradients": [], "loss": [], "norm": [], "loads": [], "initial": copies(model)}
     for start in range(0, run.microbatches, run.accumulate):
         window = range(start, min(start + run.accumulate, run.microbatches))
         batches = [microbatch(index, run.microbatch_rows) for index in window]
         rows = {key: torch.cat([batch[key] for batch in batches]).to(device) for key in ("tokens", "labels")}
-        loss_sum, tokens = token_loss(model(rows["tokens"]), rows["labels"])
+        with counted_choices(model) as loads:
+            loss_sum, tokens = token_loss(model(rows["tokens"]), rows["labels"])
+        model.loss_scale.follow(loss_sum)
         (loss_sum / tokens).backward()
+        for router, load in loads.items():
+            trace["loads"].append(load)
+            if run.moe is not None and run.moe.balance_rate:
+                step = run.moe.balance_rate * torch.sign(load.float().mean() - load)
+                router.bias += step - step.mean()
         trace["loss"].append((loss_sum / tokens).item())
         trace["gradients"].append({name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad})
         gradients = [p.grad for p in model.parameters() if p.requires_grad]
@@ -224,8 +254,27 @@ def oracle(run: Run, device: torch.device = torch.device("cpu")) -> Trace:
         optimizer.step()
         optimizer.zero_grad()
     trace["final"] = copies(model)
+    trace["bias"] = balance_biases(model)
     trace["validation"] = evaluate(model, run, device)
     return trace
+
+
+@contextmanager
+def counted_choices(model: nn.Module) -> Iterator[dict[Router, Tensor]]:
+    """Tokens that each expert gets, by router, while the model runs."""
+    loads: dict[Router, Tensor] = {}
+
+    def count(router: Router, inputs: Any, output: tuple[Tensor, Tensor]) -> None:
+        loads[router] = torch.bincount(output[1].flatten(), minlength=router.config.num_experts)
+
+    handles = [m.register_forward_hook(count) for m in model.modules() if isinstance(m, Router)]
+    yield loads
+    for handle in handles:
+        handle.remove()
+
+
+def balance_biases(model: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer.clone() for name, buffer in model.named_buffers() if name.endswith("router.bias")}
 
 
 @torch.no_grad()
@@ -299,5 +348,8 @@ def assert_equal(found: Trace, expected: Trace, tolerance: float) -> None:
     for name, value in expected["final"].items():
         difference = relative_difference(found["final"][name], value)
         assert difference < tolerance, f"final {name} differs by {difference:.2e}"
+    assert found["bias"].keys() == expected["bias"].keys()
+    for name, value in expected["bias"].items():
+        torch.testing.assert_close(found["bias"][name], value, rtol=0, atol=1e-7, msg=f"final {name} differs")
     for name, number in expected["validation"].items():
         assert abs(found["validation"][name] - number) <= tolerance * abs(number), name

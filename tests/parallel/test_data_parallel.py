@@ -16,8 +16,8 @@ TOLERANCE = 1e-6
     [
         Run(),
         Run(clip=0.05, optimizer="adamw"),
-        Run(microbatches=9, accumulate=2, optimizer="adamw"),
-        Run(microbatches=13, accumulate=3, clip=0.05),
+        Run(microbatches=5, accumulate=2, optimizer="adamw"),
+        Run(microbatches=7, accumulate=3, clip=0.05),
     ],
     ids=["plain", "clip-adamw", "accumulate2-ragged-adamw", "accumulate3-ragged-clip"],
 )

@@ -4,10 +4,11 @@ import re
 from dataclasses import dataclass
 
 _GRAMMAR = (
-    "A layout is one or more of fsdpN (or shardN), replicateN, hsdpRxS (R replicas of S shards), tpN and ppN, "
-    "each at most once: fsdp2, tp4, pp2tp2, hsdp2x2tp2."
+    "A layout is one or more of fsdpN (or shardN), replicateN, hsdpRxS (R replicas of S shards), tpN, ppN and epN "
+    "(which takes its ranks from fsdp x tp; alone it brings fsdpN along), each at most once: fsdp2, tp4, pp2tp2, "
+    "hsdp2x2tp2, ep2, fsdp4ep2."
 )
-_PART = re.compile(r"(fsdp|shard|replicate|hsdp|tp|pp)(\d+)(?:x(\d+))?")
+_PART = re.compile(r"(fsdp|shard|replicate|hsdp|tp|pp|ep)(\d+)(?:x(\d+))?")
 
 
 class ParityError(ValueError):
@@ -27,6 +28,7 @@ class Layout:
     replicate: int = 1
     tensor: int = 1
     pipeline: int = 1
+    expert: int = 1
 
     @property
     def ranks(self) -> int:
@@ -45,6 +47,7 @@ class Layout:
             "data_parallel_replicate_size": self.replicate,
             "tensor_parallel_size": self.tensor,
             "pipeline_parallel_size": self.pipeline,
+            "expert_parallel_size": self.expert,
         }
 
 
@@ -69,6 +72,8 @@ def _parse(name: str) -> Layout:
         position = match.end()
     if not sizes:
         raise ParityError(f"--layouts: there is an empty name. {_GRAMMAR}")
+    if "expert" in sizes and not sizes.keys() & {"shard", "tensor"}:
+        sizes["shard"] = sizes["expert"]
     return Layout(name, **sizes)
 
 
@@ -78,4 +83,4 @@ def _axes(axis: str, size: str, second: str | None) -> dict[str, int]:
         return {}
     if second is not None:
         return {"replicate": int(size), "shard": int(second)}
-    return {{"fsdp": "shard", "tp": "tensor", "pp": "pipeline"}.get(axis, axis): int(size)}
+    return {{"fsdp": "shard", "tp": "tensor", "pp": "pipeline", "ep": "expert"}.get(axis, axis): int(size)}

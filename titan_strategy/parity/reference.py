@@ -92,6 +92,7 @@ def record_reference(recipe: Recipe, steps: int, device: torch.device, reference
         # In float32, torch's norm of a large tensor on the CPU is off by up to 1e-4.
         norm = torch.nn.utils.get_total_norm([gradient.double() for gradient in gradients.values()])
         reference.save(f"scalars-{step}", {"loss": loss, "norm": norm})
+        module.on_before_optimizer_step(optimizer)
         _clip(module, recipe, norm)
         optimizer.step()
         for config in schedulers:
