@@ -184,7 +184,9 @@ def _check_model(trainer: pl.Trainer, module: pl.LightningModule, request: Reque
         if plan is None:
             return
         with problems.collected():
-            check_experts(find_units(root, plan).experts, sizes.expert)
+            units, dimensions = find_units(root, plan), module.dimensions()
+            if dimensions is None or dimensions.experts is None:  # else they are checked by the argument's name
+                check_experts(units.experts, sizes.expert)
             if sizes.pipeline > 1:
                 divide_model(root, plan, sizes.pipeline, request.pipeline)
         if sizes.tensor > 1:

@@ -63,6 +63,25 @@ def test_a_run_for_64_gpus_is_described_here(check: Check) -> None:
     assert sorted(path.name for path in Path().iterdir()) == ["config.yaml"]
 
 
+def test_experts_take_their_ranks_from_the_others(check: Check) -> None:
+    experts = "--model.overrides.moe={num_experts: 8, top_k: 2, expert_dim: 512, balance_rate: 1e-3}"
+    ranks = {"accelerator": "gpu", "devices": 8}
+    status, output, error = check(experts, "--trainer.strategy.expert_parallel_size=4", **ranks)
+    assert status == 0, error
+    assert "experts     divided among 4 of the shard 8 x tensor 1 ranks" in output
+    status, _, error = check(experts, "--trainer.strategy.expert_parallel_size=3", **ranks)
+    assert status == 2
+    assert "expert_parallel_size=3 does not divide data_parallel_shard_size=8 x tensor_parallel_size=1 = 8" in error
+
+
+def test_of_nested_options_only_what_is_wrong_is_said(check: Check) -> None:
+    status, _, error = check("--model.overrides.moe={num_experts: 8, top_k: 9, expert_dim: 512}")
+    assert status == 2
+    assert error == (
+        "titan check: moe.top_k=9 must be from 1 to 8, the experts that a token can pick from (moe.num_experts=8)\n"
+    )
+
+
 def test_problems_go_to_stderr_with_status_2(check: Check) -> None:
     status, output, error = check(
         "--trainer.strategy.tensor_parallel_size=16", "--data.sequence_length=9000", accelerator="gpu", devices=16

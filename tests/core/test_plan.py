@@ -66,9 +66,9 @@ def test_a_pattern_without_a_match_is_told_what_comes_near(pattern: str, hint: s
     assert error.match(hint)
 
 
-@pytest.mark.parametrize("argument", ["blocks", "before", "after"])
+@pytest.mark.parametrize("argument", ["blocks", "before", "after", "experts"])
 def test_each_name_of_a_plan_must_match(argument: str) -> None:
-    wrong = {"blocks": "block.*"} if argument == "blocks" else {argument: ("norn",)}
+    wrong = {argument: "block.*"} if argument in ("blocks", "experts") else {argument: ("norn",)}
     with pytest.raises(ValueError, match=rf"plan\.{argument}: the pattern"):
         find_units(Decoder(), ParallelPlan(**{"blocks": "layers.*", **wrong}))
 

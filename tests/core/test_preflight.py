@@ -1,5 +1,6 @@
 """What cannot work is refused before any process starts, with the argument, both numbers and the valid values."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,11 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from models import CausalLM
+from models import CausalLM, MoEConfig
 from tests.core.modules import Language
 from titan_strategy import ParallelPlan, PipelineConfig, TitanStrategy
 from titan_strategy.preflight import preflight
 
+EXPERTS = MoEConfig(num_experts=6, top_k=2, expert_dim=16)
 PLAN = ParallelPlan(blocks="1.*", before=("0",), after=("2",))
 
 
@@ -142,6 +144,29 @@ def causal_lm(**overrides: Any) -> CausalLM:
             "pipeline.split leaves out layers.1, layers.2, layers.3, output.",
         ),
         (
+            {"moe": EXPERTS},
+            5,
+            {"expert_parallel_size": 5},
+            {},
+            "expert_parallel_size=5 does not divide model.overrides.moe.num_experts=6. For this model it must be one "
+            "of 1, 2, 3, 6.",
+        ),
+        (
+            {"moe": replace(EXPERTS, shared_dim=36)},
+            8,
+            {"tensor_parallel_size": 8},
+            {},
+            "tensor_parallel_size=8 does not divide model.overrides.n_kv_heads=4 nor model.overrides.moe.shared_dim=36."
+            " For this model it must be one of 1, 2, 4.",
+        ),
+        (
+            {},
+            2,
+            {"expert_parallel_size": 2},
+            {},
+            "expert_parallel_size=2: CausalLM does not say where its experts are.",
+        ),
+        (
             {"tie_embeddings": True},
             2,
             {"pipeline_parallel_size": 2},
@@ -164,6 +189,18 @@ def test_numbers(
     [
         (None, {"tensor_parallel_size": 2}, "tensor_parallel_size=2: Language does not say how it can be split."),
         (ParallelPlan(blocks="layers.*"), {}, "plan.blocks: the pattern 'layers.*' matches no module"),
+        (ParallelPlan(blocks="1.*", experts="1.*.experts"), {}, "plan.experts: the pattern '1.*.experts' matches no"),
+        (None, {"expert_parallel_size": 2}, "expert_parallel_size=2: Language does not say where its experts are."),
+        (
+            ParallelPlan(blocks="1.*", experts="2"),
+            {"expert_parallel_size": 2},
+            "expert_parallel_size=2 does not divide the 13 experts of Linear. For this model it must be one of 1, 13.",
+        ),
+        (
+            ParallelPlan(blocks="1.*", experts="1.*"),
+            {"expert_parallel_size": 2},
+            "plan.experts: the parameters of Residual must have the experts as their first dimension, but it has",
+        ),
         (
             ParallelPlan(blocks="1.*", before=("0",)),
             {"pipeline_parallel_size": 2},

@@ -34,6 +34,17 @@ def build(devices: int = 2, **options: object) -> pl.Trainer:
         ({"data_parallel_shard_size": True}, r"data_parallel_shard_size=True: expected"),
         ({"data_parallel_shard_size": 2.0}, r"data_parallel_shard_size=2\.0: expected"),
         ({"data_parallel_shard_size": "2"}, r"data_parallel_shard_size='2': expected"),
+        ({"expert_parallel_size": 0}, r"expert_parallel_size=0: expected a whole number of at least 1"),
+        ({"expert_parallel_size": "auto"}, r"expert_parallel_size='auto': only data_parallel_shard_size"),
+        (
+            {"expert_parallel_size": 4},
+            r"expert_parallel_size=4 does not divide data_parallel_shard_size=6 x tensor_parallel_size=1 = 6, .* must "
+            r"be one of 1, 2, 3, 6\.",
+        ),
+        (
+            {"expert_parallel_size": 6, "data_parallel_replicate_size": 3, "tensor_parallel_size": 2},
+            r"expert_parallel_size=6 does not divide data_parallel_shard_size=1 x tensor_parallel_size=2 = 2.* 1, 2\.",
+        ),
         ({"reshard_after_forward": "sometimes"}, r"reshard_after_forward='sometimes': valid values are"),
         ({"start_method": "thread"}, r"start_method='thread': valid values are 'popen', 'spawn', 'fork', 'auto'"),
         ({"cpu_offload": True}, r"cpu_offload=True: on accelerator='cpu'"),

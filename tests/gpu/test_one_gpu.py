@@ -14,10 +14,12 @@ from tests.parallel.parity import (
     Run,
     Trace,
     assert_equal,
+    balance_biases,
     full_parameters,
     oracle,
     relative_difference,
 )
+from tests.parallel.test_expert_parallel import MOE
 from titan_strategy import TitanStrategy
 
 pytestmark = pytest.mark.gpu
@@ -51,6 +53,7 @@ def train(run: Run, precision: TitanPrecision, folder: Path, **options) -> tuple
     trainer.fit(module)
     trace = recorder.trace
     trace["final"] = full_parameters(module)
+    trace["bias"] = balance_biases(module.model)
     trace["validation"] = {k: v.item() for k, v in trainer.callback_metrics.items() if k.startswith("val/")}
     return _to_cpu(trace), trainer
 
@@ -63,7 +66,15 @@ def _to_cpu(value):
     return value.cpu() if isinstance(value, torch.Tensor) else value
 
 
-@pytest.mark.parametrize("run", [Run(clip=0.05, optimizer="adamw"), Run(microbatches=13, accumulate=3, clip=0.05)])
+@pytest.mark.parametrize(
+    "run",
+    [
+        Run(clip=0.05, optimizer="adamw"),
+        Run(microbatches=7, accumulate=3, clip=0.05),
+        Run(layers=2, moe=MOE, accumulate=2, clip=0.05),
+    ],
+    ids=["adamw", "accumulate", "experts"],
+)
 @pytest.mark.parametrize("options", [{}, {"cpu_offload": True}], ids=["on-gpu", "offloaded"])
 def test_float32_equals_a_plain_loop(tmp_path, run: Run, options: dict) -> None:
     device = torch.device("cuda", 0)

@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 from models import MoEConfig, Transformer, TransformerConfig
 from models.moe import Router, balance_experts
-from models.routing import LossScale, RoutingRecord
+from models.routing import LossScale, RoutingRecord, routing_metrics
 from tests.models.hugging_face import assert_equal
 
 CPU = torch.device("cpu")
@@ -18,6 +18,7 @@ DIM, EXPERTS = 16, 8
 @pytest.mark.parametrize(("score", "top_k"), [("softmax", 1), ("softmax", 3), ("sigmoid", 2)])
 def test_auxiliary_loss_equals_plain_autograd(score: str, top_k: int, divisor: int | None) -> None:
     """Of a loss that is summed, then divided by a number of tokens: the auxiliary sum is divided with it."""
+    torch.manual_seed(0)
     config = MoEConfig(EXPERTS, top_k, 8, score=score, auxiliary_loss=0.5)  # type: ignore[arg-type]
     router, x, target = _router(config), _skewed(2, 9), torch.randn(18, top_k)
     weights, _ = router(x)
@@ -55,6 +56,7 @@ def test_routers_of_a_model_share_one_loss_scale() -> None:
 
 
 def test_record_counts_tokens_of_all_microbatches() -> None:
+    torch.manual_seed(0)
     router = _router(MoEConfig(EXPERTS, 2, 8, auxiliary_loss=0.1))
     parts = [_skewed(2, 9), _skewed(1, 5)]
     expected = torch.zeros(EXPERTS + 2, dtype=torch.float64)
@@ -152,6 +154,16 @@ def test_blocks_of_other_ranks_have_a_place_in_the_records() -> None:
 def test_record_of_no_tokens_is_zero() -> None:
     record = RoutingRecord.of(RoutingRecord.zeros(EXPERTS), top_k=2)
     assert (record.entropy, record.auxiliary_loss, record.imbalance) == (0, 0, 0)
+
+
+def test_metrics_of_a_step() -> None:
+    statistics = (torch.tensor([6.0, 2.0, 4.0, 3.0]), torch.tensor([4.0, 4.0, 2.0, 1.0]))
+    records = {layer: RoutingRecord.of(row, top_k=2) for layer, row in zip((1, 3), statistics, strict=True)}
+    metrics = {"moe/dropped_tokens": 0, "moe/imbalance/1": 1.5, "moe/entropy/1": 1, "moe/imbalance/3": 1}
+    metrics["moe/entropy/3"] = 0.5
+    assert routing_metrics(records, MoEConfig(2, 2, 8)) == metrics
+    metrics["moe/auxiliary_loss"] = 0.75 + 0.25  # of both blocks together, as it is in the loss
+    assert routing_metrics(records, MoEConfig(2, 2, 8, auxiliary_loss=0.1)) == metrics
 
 
 @pytest.mark.parametrize(("score", "balance_rate"), [("softmax", 3e-3), ("sigmoid", 5e-3), ("softmax", 0.0)])

@@ -151,9 +151,9 @@ def make_optimizer(model: nn.Module, run: Run) -> torch.optim.Optimizer:
         vectors = [parameter for parameter in trained if parameter.ndim == 1]
         groups = [{"params": matrices}, {"params": vectors, "lr": 2e-3}]
     if run.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=0.5, momentum=0.9)
+        return torch.optim.SGD(groups, lr=0.5, momentum=0.9, foreach=True)
     # At the default eps, Adam turns the rounding noise of a gradient near zero into a step of full size.
-    return torch.optim.AdamW(groups, lr=1e-3, weight_decay=0.1, eps=1e-5)
+    return torch.optim.AdamW(groups, lr=1e-3, weight_decay=0.1, eps=1e-5, foreach=True)
 
 
 class Recorder(pl.Callback):

@@ -1,6 +1,6 @@
 """A run on text that can stop, save and resume, and tells what it read and computed."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +8,25 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
-from models import TextDataModule
-from tests.parallel.parity import Run, Trace, full_parameters, make_optimizer, quiet_trainer, token_loss
+from models import MoEConfig, TextDataModule, Transformer, TransformerConfig
+from models.moe import balance_experts
+from tests.parallel.parity import (
+    Run,
+    Trace,
+    balance_biases,
+    full_parameters,
+    make_optimizer,
+    on_all_stages,
+    quiet_trainer,
+    token_loss,
+)
 from tests.rank_pool import ExternalRanks
 from titan_strategy import ParallelPlan, TitanModule, TitanStrategy
 
 SEQUENCE = 16
+SMALL = TransformerConfig(
+    vocab_size=8192, dim=16, n_layers=2, n_heads=2, n_kv_heads=2, ffn_dim=32, max_sequence_length=SEQUENCE
+)
 
 
 @dataclass(frozen=True)
@@ -33,6 +46,7 @@ class Job:
     optimizer: str = "adamw"
     single_file: bool = False
     options: Any = None
+    moe: MoEConfig | None = None
 
 
 class Block(nn.Module):
@@ -81,7 +95,13 @@ class Module(TitanModule):
 
     def configure_model(self) -> None:
         if self.model is None:
-            self.model = Net(self.job.dropout)
+            moe = self.job.moe
+            self.model = Net(self.job.dropout) if moe is None else Transformer(replace(SMALL, moe=moe))
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        moe = self.job.moe
+        if moe is not None:
+            balance_experts(self.model, replace(SMALL, moe=moe).moe_layers, moe.num_experts, moe.top_k, self.device)
 
     def model_inputs(self, batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
         return (batch["tokens"],)
@@ -158,7 +178,8 @@ def train_text(job: Job) -> Trace:
     )
     module = Module(job)
     trainer.fit(module, datamodule=data_module(job), ckpt_path=job.ckpt_path)
-    return {**recorder.trace, "final": full_parameters(module)}
+    biases = on_all_stages(module, balance_biases(module.model))
+    return {**recorder.trace, "final": full_parameters(module), "bias": biases}
 
 
 def write_corpus(folder: Path) -> None:

@@ -18,11 +18,16 @@ from titan_strategy.parity.report import exit_code, judge
         ("replicate2tp4", (1, 2, 4, 1), 8),
         ("tp2pp2", (1, 1, 2, 2), 4),
         ("pp2fsdp3tp2", (3, 1, 2, 2), 12),
+        ("ep2", (2, 1, 1, 1, 2), 2),
+        ("fsdp4ep2", (4, 1, 1, 1, 2), 4),
+        ("tp2ep2", (1, 1, 2, 1, 2), 2),
+        ("hsdp2x2ep2pp2", (2, 2, 1, 2, 2), 8),
     ],
 )
 def test_layouts_by_name(name: str, sizes: tuple[int, ...], ranks: int) -> None:
     (layout,) = parse_layouts(name)
-    assert (layout.shard, layout.replicate, layout.tensor, layout.pipeline) == sizes
+    expert = sizes[4] if len(sizes) > 4 else 1
+    assert (layout.shard, layout.replicate, layout.tensor, layout.pipeline, layout.expert) == (*sizes[:4], expert)
     assert layout.ranks == ranks
 
 

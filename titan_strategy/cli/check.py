@@ -42,6 +42,9 @@ def _report(
     axes = {"pipeline": sizes.pipeline, "replicate": sizes.replicate, "shard": sizes.shard, "tensor": sizes.tensor}
     world = math.prod(axes.values())
     yield "world", f"{world} processes = " + " x ".join(f"{name} {size}" for name, size in axes.items())
+    if sizes.expert > 1:
+        assert isinstance(sizes.shard, int)
+        yield "experts", f"divided among {sizes.expert} of the shard {sizes.shard} x tensor {sizes.tensor} ranks"
     if isinstance(module, TitanModule):
         with built_on_meta(trainer, module):
             yield from _model(module, request)

@@ -21,7 +21,7 @@ import titan_strategy  # noqa: F401  # registers strategy="titan"
 from titan_strategy import parity
 from titan_strategy.cli.check import check
 from titan_strategy.cli.devices import absent_gpus
-from titan_strategy.cli.parser import ConfigOrPreset, TitanParser
+from titan_strategy.cli.parser import ConfigOrPreset, TitanParser, cause_of
 from titan_strategy.cli.resume import ResumeReport, last_checkpoint
 from titan_strategy.cli.subcommands import TrainerWithSubcommands
 
@@ -98,11 +98,16 @@ class TitanCLI(LightningCLI):
 
     @override
     def instantiate_classes(self) -> None:
-        if self.subcommand not in ("check", "parity"):
-            super().instantiate_classes()
+        if self.subcommand in ("check", "parity"):
+            with self._refusing(ValueError, MisconfigurationException):
+                super().instantiate_classes()
             return
-        with self._refusing(ValueError, MisconfigurationException):
+        try:
             super().instantiate_classes()
+        except ValueError as error:
+            if cause_of(str(error)) == str(error):
+                raise
+            raise ValueError(cause_of(str(error))) from error
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
@@ -154,7 +159,7 @@ class TitanCLI(LightningCLI):
         try:
             yield
         except errors as error:
-            sys.stderr.write(f"titan {self.subcommand}: {error}\n")
+            sys.stderr.write(f"titan {self.subcommand}: {cause_of(str(error))}\n")
             sys.exit(2)
         finally:
             logger.setLevel(level)

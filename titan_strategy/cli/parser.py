@@ -19,6 +19,8 @@ from typing_extensions import override
 from titan_strategy.cli.presets import find_config
 
 _UNKNOWN_KEY = re.compile(r"(?:[Oo]ption '|unrecognized arguments: --|Unexpected keys: \{')([\w.]+)")
+_UNION = "Does not validate against any of the Union subtypes"
+_CAUSE = re.compile(rf"^ *- (?!{_UNION}|Expected a )(.+)$", re.MULTILINE)
 _CLASS_PATH = re.compile(r"class_path '([\w.]+)\.(\w+)'")
 
 
@@ -40,6 +42,12 @@ class TitanParser(LightningArgumentParser):
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         super().error(message + _suggestion(message), ex)
+
+
+def cause_of(message: str) -> str:
+    """What is wrong, of a message that repeats every type and value that an option may have or has."""
+    causes = _CAUSE.findall(message) if _UNION in message else []
+    return "\n".join(dict.fromkeys(causes)) or message
 
 
 def _suggestion(message: str) -> str:
