@@ -152,8 +152,9 @@ class CausalLM(TitanModule):
         """Cross-entropy of logits (batch, seq, vocab), in nats and float32, summed over the labelled positions."""
         logits, labels = output.flatten(0, 1), batch["labels"].flatten()
         loss_sum = nn.functional.cross_entropy(logits.float(), labels, ignore_index=IGNORE_INDEX, reduction="sum")
-        assert isinstance(self.model, Transformer)
-        self.model.loss_scale.follow(loss_sum)
+        if self.config.moe is not None:
+            assert isinstance(self.model, Transformer)
+            self.model.loss_scale.follow(loss_sum)
         return loss_sum, (labels != IGNORE_INDEX).sum()
 
     @override

@@ -1,5 +1,7 @@
 """The LightningModule: loss, optimizer, schedule, hyperparameters, and what it refuses before a run."""
 
+import csv
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,10 +11,12 @@ import pytest
 import torch
 import yaml
 from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from models import AdamWConfig, CausalLM, LearningRateSchedule, RopeScaling, TransformerConfig
+from models import AdamWConfig, CausalLM, LearningRateSchedule, MoEConfig, RopeScaling, TransformerConfig
+from titan_strategy import TitanStrategy
 
 ROPE_SCALING = RopeScaling(factor=2.0, original_max_sequence_length=32)
 
@@ -243,3 +247,40 @@ def _from_command_line(*arguments: str) -> CausalLM:
         module = LightningCLI(CausalLM, subclass_mode_model=True, run=False, seed_everything_default=False).model
     assert isinstance(module, CausalLM)
     return module
+
+
+def test_routing_is_balanced_in_each_step_and_logged_when_the_trainer_logs(tmp_path: Path) -> None:
+    class Steps(pl.Callback):
+        def __init__(self) -> None:
+            self.biases: list[Tensor] = []
+
+        def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *_: Any) -> None:
+            self.biases.append(module.model.layers["1"].moe.routed.router.bias.clone())
+            assert not module.model.layers["1"].moe.routed.router.statistics.any()
+
+    moe = MoEConfig(num_experts=4, top_k=2, expert_dim=16, interval=2, balance_rate=0.01, auxiliary_loss=0.1)
+    steps, logger = Steps(), CSVLogger(tmp_path)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=TitanStrategy(),
+        max_steps=4,
+        log_every_n_steps=2,
+        logger=logger,
+        callbacks=[steps],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(CausalLM("debug", overrides={"moe": moe}), DataLoader(Rows(), batch_size=4))
+    assert all(bias.abs().max() > 0 for bias in steps.biases)
+    with open(f"{logger.log_dir}/metrics.csv") as file:
+        rows = list(csv.DictReader(file))
+    logged = [row for row in rows if row["moe/imbalance/1"]]
+    assert [row["step"] for row in logged] == ["1", "3"]
+    for row in logged:
+        assert 1 <= float(row["moe/imbalance/1"]) <= 2  # one expert got each token
+        assert 0 < float(row["moe/entropy/1"]) <= math.log(4) + 1e-6
+        assert float(row["moe/dropped_tokens"]) == 0
+        assert 0.09 < float(row["moe/auxiliary_loss"]) < 0.2  # the coefficient, if all is balanced
+    assert "moe/imbalance/0" not in rows[0]

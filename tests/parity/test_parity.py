@@ -24,12 +24,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("bytes.tiktoken").write_bytes(b"".join(base64.b64encode(bytes([n])) + b" %d\n" % n for n in range(256)))
 
 
-def parity(class_path: str, layouts: str, **trainer: object) -> tuple[Any, dict[str, Any]]:
+def parity(
+    class_path: str, layouts: str, moe: dict[str, Any] | None = None, **trainer: object
+) -> tuple[Any, dict[str, Any]]:
     """The exit status, and the entries of the JSON file by layout."""
     preset = {"preset": "debug"} if class_path == "models.CausalLM" else {}
+    sizes = SIZES if moe is None else SIZES | {"moe": moe}
     config = {
         "trainer": {"accelerator": "gpu", "devices": 64, "strategy": "titan", "precision": "bf16-true", **trainer},
-        "model": {"class_path": class_path, "init_args": preset | {"overrides": SIZES}},
+        "model": {"class_path": class_path, "init_args": preset | {"overrides": sizes}},
         "data": {
             "class_path": "models.TextDataModule",
             "init_args": {
@@ -77,6 +80,15 @@ def test_layouts_agree_and_what_cannot_run_says_why(capsys: pytest.CaptureFixtur
     assert "tensor_parallel_size=4 does not divide model.overrides.n_kv_heads=2" in found["tp4"]["reason"]
     assert "data.batch_size=4 cannot be shared among 3 data ranks" in found["fsdp3"]["reason"]
     assert [line.split()[0] for line in output.splitlines()] == ["layout", "fsdp2", "tp2", "pp2", "tp4", "fsdp3"]
+
+
+def test_experts(capsys: pytest.CaptureFixture[str]) -> None:
+    moe = {"num_experts": 4, "top_k": 2, "expert_dim": 16, "shared_dim": 16, "balance_rate": 0.01}
+    status, found = parity("models.CausalLM", "ep2,tp2ep2,fsdp4ep3", moe=moe | {"auxiliary_loss": 0.1})
+    output = capsys.readouterr().out
+    assert [entry["verdict"] for entry in found.values()] == ["ok", "ok", "cannot run"], output
+    assert status == 3
+    assert "expert_parallel_size=3 does not divide data_parallel_shard_size=4" in found["fsdp4ep3"]["reason"]
 
 
 def test_mistakes_are_found_and_named(capsys: pytest.CaptureFixture[str]) -> None:
