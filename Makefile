@@ -19,7 +19,7 @@ test: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadfile
 
 # The stamp is the install's last act, so an interrupted install is done again.
 $(VENV)/.installed-%: pyproject.toml | $(BIN)/python

@@ -211,7 +211,8 @@ def _undo_first_call(stage: nn.Module) -> None:
             saved.append([buffer.clone() for buffer in module.buffers()])
             return
         for buffer, value in zip(module.buffers(), saved[0], strict=True):
-            buffer.copy_(value)
+            if not torch.equal(buffer, value):  # others may be in the graph of another stage of this rank already
+                buffer.copy_(value)
         handle.remove()
 
     handle = stage.register_forward_pre_hook(before)
