@@ -71,7 +71,7 @@ def test_a_parameter_that_no_rank_holds_is_no_agreement() -> None:
 
 
 def test_silent_ranks_are_ended() -> None:
-    with Ranks(timeout=0.5) as ranks:
+    with Ranks(timeout=0.5, start_method="spawn") as ranks:
         with pytest.raises(RankError, match=r"no answer from rank 0, 1 within 0\.5 s"):
             ranks.run(torch.zeros, 2, 1)  # importing torch alone takes longer
         assert ranks._workers == []

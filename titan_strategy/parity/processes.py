@@ -10,8 +10,9 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext, SpawnContext
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 _GRACE_SECONDS = 5.0  # for the others, once one rank has failed
 
@@ -31,10 +32,15 @@ class Ranks:
 
     Args:
         timeout: Seconds that one call may take.
+        start_method: `"forkserver"` forks ranks from one process that has imported torch; `"spawn"` lets each import
+            it, which a process that uses a GPU needs.
     """
 
-    def __init__(self, timeout: float) -> None:
+    def __init__(self, timeout: float, start_method: Literal["forkserver", "spawn"]) -> None:
         self._timeout = timeout
+        self._context = multiprocessing.get_context(start_method)
+        if start_method == "forkserver":
+            self._context.set_forkserver_preload(["titan_strategy.parity.rank"])
         self._workers: list[_Worker] = []
 
     def __enter__(self) -> "Ranks":
@@ -54,7 +60,7 @@ class Ranks:
         Raises:
             RankError: The first failure, with its rank and traceback. No process is left behind.
         """
-        self._workers += [_Worker() for _ in range(count - len(self._workers))]
+        self._workers += [_Worker(self._context) for _ in range(count - len(self._workers))]
         workers = self._workers[:count]
         port = _free_port()
         for rank, worker in enumerate(workers):
@@ -109,8 +115,7 @@ class Ranks:
 class _Worker:
     """The parent's end of one rank."""
 
-    def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
+    def __init__(self, context: SpawnContext | ForkServerContext) -> None:
         self.connection, child = context.Pipe()
         self.process = context.Process(target=_serve, args=(child,))  # no daemon: it may have DataLoader workers
         self.process.start()

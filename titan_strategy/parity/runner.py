@@ -3,6 +3,7 @@
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -35,7 +36,8 @@ def compare_layouts(
     """
     refusals = {layout: _refusal(recipe, layout) for layout in layouts}
     accelerator = "gpu" if torch.cuda.device_count() >= max(layout.ranks for layout in layouts) else "cpu"
-    with tempfile.TemporaryDirectory(prefix="titan-parity-") as folder, Ranks(timeout) as ranks:
+    start_method: Literal["forkserver", "spawn"] = "spawn" if accelerator == "gpu" else "forkserver"
+    with tempfile.TemporaryDirectory(prefix="titan-parity-") as folder, Ranks(timeout, start_method) as ranks:
         reference = Reference(Path(folder))
         record_reference(recipe, steps, torch.device("cuda" if accelerator == "gpu" else "cpu"), reference)
         names = set(reference.initial())
