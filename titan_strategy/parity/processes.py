@@ -10,7 +10,7 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerContext, SpawnContext
+from multiprocessing.context import BaseContext
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
@@ -115,9 +115,10 @@ class Ranks:
 class _Worker:
     """The parent's end of one rank."""
 
-    def __init__(self, context: SpawnContext | ForkServerContext) -> None:
+    def __init__(self, context: BaseContext) -> None:
         self.connection, child = context.Pipe()
-        self.process = context.Process(target=_serve, args=(child,))  # no daemon: it may have DataLoader workers
+        # No daemon: it may have DataLoader workers.
+        self.process = context.Process(target=_serve, args=(child,))  # type: ignore[attr-defined]  # every method has it
         self.process.start()
         child.close()
 
