@@ -1,7 +1,8 @@
 """Dtypes of storage, compute and gradient reduction, as FSDP2 policies instead of autocast."""
 
 import contextlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -9,10 +10,12 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from precision_plugins.activation_checkpointing import ActivationCheckpointing
+from precision_plugins.compile import CompileConfig
 
 PrecisionName = Literal["32-true", "bf16-true", "bf16-mixed"]
 GradientClipper = Callable[[Optimizer, float, GradClipAlgorithmType, float], None]
@@ -35,21 +38,34 @@ class TitanPrecision(Precision):
     Args:
         precision: One of the names in the table.
         activation_checkpointing: What each block keeps for its backward pass.
+        compile: How the blocks and the loss are compiled; None for not at all.
         gradient_norm_type: Order of the gradient norm that is logged and clipped by: 2, or infinity (`.inf` in YAML).
+
+    Raises:
+        ValueError: If a value is none of those, or activation checkpointing needs `compile`.
     """
 
     def __init__(
         self,
         precision: PrecisionName = "bf16-mixed",
         activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing(),
+        compile: CompileConfig | None = None,
         gradient_norm_type: float = 2.0,
     ) -> None:
         if precision not in ("32-true", "bf16-true", "bf16-mixed"):
             raise ValueError(f"precision={precision!r}: valid values are '32-true', 'bf16-true' and 'bf16-mixed'.")
         if gradient_norm_type not in (2.0, float("inf")):
             raise ValueError(f"gradient_norm_type={gradient_norm_type!r}: valid values are 2.0 and infinity.")
+        if activation_checkpointing.mode == "memory_budget":
+            if compile is None:
+                raise ValueError(
+                    "activation_checkpointing.mode='memory_budget' is a choice of torch's compiler: give compile too "
+                    "(compile: {} in YAML has the defaults), or use mode 'selective', which needs none."
+                )
+            compile.check_memory_budget()
         self.precision: PrecisionName = precision
         self.activation_checkpointing = activation_checkpointing
+        self.compile = compile
         self.gradient_norm_type = float(gradient_norm_type)
         self._clip: GradientClipper | None = None
 
@@ -76,6 +92,20 @@ class TitanPrecision(Precision):
             param_dtype=self.compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=cast_inputs
         )
 
+    @property
+    def description(self) -> str:
+        """What a model was converted for; a module that was converted for something else cannot be used again."""
+        return self.precision
+
+    def use_device(self, device: torch.device) -> None:
+        """Take the device of the run, before the model is converted, and raise ValueError if it will not do."""
+
+    def use_local_shapes(self, shapes: Mapping[nn.Module, tuple[int, ...]]) -> None:
+        """Take the shapes (out, in) of those weights that tensor parallelism will split, as a rank will hold them."""
+
+    def report(self, folder: Path) -> None:
+        """Tell the user what was converted, on the terminal and in `folder`."""
+
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Give the parameters (not the buffers) the storage dtype, in place: tied parameters stay tied."""
@@ -85,9 +115,43 @@ class TitanPrecision(Precision):
                     parameter.data = parameter.data.to(self.storage_dtype)
         return module
 
-    def apply_to_blocks(self, blocks: Sequence[nn.Module]) -> None:
-        """Change how the repeated blocks run; called after every swap and before FSDP2."""
-        self.activation_checkpointing.apply(blocks)
+    def apply_to_blocks(
+        self, blocks: Sequence[nn.Module], experts: Sequence[nn.Module] = (), experts_wait: bool = False
+    ) -> None:
+        """Change how the repeated blocks run; called after every swap and before FSDP2.
+
+        Args:
+            blocks: Those of this rank.
+            experts: Modules inside which FSDP2 gathers by themselves.
+            experts_wait: Whether they make the host wait for the device, as the exchange of tokens between ranks does.
+        """
+        checkpointing = self.activation_checkpointing
+        chosen = checkpointing.chosen(blocks)
+        if self.compile is None:
+            checkpointing.apply(chosen)
+            return
+        # torch knows no shapes for grouped products in float32, and a graph cannot wait.
+        eager = set(experts) if experts_wait or self.compute_dtype == torch.float32 else set()
+        parts = {block: self.compile.parts(block, experts, eager) for block in blocks}
+        graphs = [graph for part in parts.values() for graph in part.graphs]
+        budget = checkpointing.memory_budget if checkpointing.mode == "memory_budget" else None
+        if checkpointing.mode == "selective":
+            # Operators inside of a graph cannot be told apart from outside.
+            checkpointing.apply(graphs + [module for part in parts.values() for module in part.eager])
+            self.compile.apply(graphs, budget)
+            return
+        # Within a graph, what no gradient needs is not computed again. It must be the whole block, and free of
+        # DTensors: torch 2.13 confuses their meshes with the random states of attention that it computes again.
+        inside = [block for block in chosen if parts[block].graphs == [block] and not _has_dtensors(block)]
+        checkpointing.apply(inside)
+        self.compile.apply(graphs, budget)
+        checkpointing.apply([block for block in chosen if block not in inside])
+
+    def apply_to_loss(self, module: nn.Module) -> None:
+        """Change how `module.token_loss` runs."""
+        if self.compile is not None and self.compile.loss:
+            loss: Callable[..., Any] = module.token_loss  # type: ignore[assignment]  # it is a method
+            setattr(module, "token_loss", self.compile.compiled_loss(loss))  # noqa: B010
 
     def use_gradient_clipper(self, clip: GradientClipper) -> None:
         """Take the function that clips over the whole mesh; the strategy hands it in, for it alone knows the mesh."""
@@ -116,3 +180,8 @@ class TitanPrecision(Precision):
     @override
     def state_dict(self) -> dict[str, Any]:
         return {}
+
+
+def _has_dtensors(module: nn.Module) -> bool:
+    """Whether tensor parallelism has split or replicated parameters of `module`."""
+    return any(isinstance(parameter, DTensor) for parameter in module.parameters())

@@ -32,7 +32,14 @@ class Routed:
 
 
 class Dispatcher(Protocol):
-    """Brings tokens to experts."""
+    """Brings tokens to experts.
+
+    Attributes:
+        alignment: Each expert's number of rows is filled up to a multiple of this.
+    """
+
+    @property
+    def alignment(self) -> int: ...
 
     def dispatch(self, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Routed:
         """Differentiable in `tokens` and `weights`.

@@ -48,7 +48,9 @@ def apply_expert_parallel(modules: Sequence[nn.Module], mesh: DeviceMesh) -> Non
     """Leave on each rank of the 1-D `mesh` an equal part of the experts of each module."""
     check_experts(modules, mesh.size())
     for module in modules:
-        setattr(module, "dispatcher", AllToAllDispatcher(mesh.get_group(), num_experts(module)))  # noqa: B010
+        alignment = module.dispatcher.alignment  # type: ignore[union-attr]  # as the precision plugin wants it
+        dispatcher = AllToAllDispatcher(mesh.get_group(), num_experts(module), alignment)  # type: ignore[arg-type]
+        setattr(module, "dispatcher", dispatcher)  # noqa: B010
         for name, parameter in list(module.named_parameters(recurse=False)):
             part = distribute_tensor(parameter, mesh, [Shard(0)])
             module.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))

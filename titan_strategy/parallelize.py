@@ -26,7 +26,7 @@ from titan_strategy.module import TitanModule
 from titan_strategy.pipeline_parallel import Pipeline
 from titan_strategy.pipeline_split import PipelineConfig, assign_modules, stage_view
 from titan_strategy.plan import ParallelPlan
-from titan_strategy.tensor_parallel import apply_tensor_parallel, resolve_styles
+from titan_strategy.tensor_parallel import apply_tensor_parallel, local_weight_shapes, resolve_styles
 from titan_strategy.tied import check_tied, tied_names
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -75,8 +75,8 @@ def roots_of_earlier_split(
         return None
     split: Split = module._split  # type: ignore[assignment]  # set by `parallelize`
     differences = split.layout.differences(layout)
-    if split.precision != precision.precision:
-        differences.append(f"precision: {split.precision}, {precision.precision}")
+    if split.precision != precision.description:
+        differences.append(f"precision: {split.precision}, {precision.description}")
     if differences:
         raise ValueError(
             f"This {type(module).__name__} was split by an earlier Trainer with other settings "
@@ -111,16 +111,20 @@ def parallelize(
     root, plan = root_and_plan(module, plan)
     check_plan(module, plan, mesh.sizes)
     _spread_real_values(module, device)
+    styles = resolve_styles(root, plan) if plan is not None and mesh.sizes.tensor > 1 else {}
+    precision.use_device(device)
+    precision.use_local_shapes(local_weight_shapes(styles, mesh.sizes.tensor))
     precision.convert_module(module)
     tied = tied_names(module)
     units = find_units(root, plan)
-    styles = resolve_styles(root, plan) if plan is not None and mesh.sizes.tensor > 1 else {}
     stages = _divide_into_stages(module, plan, layout, device)
     units = units.within(module)
     if mesh.sizes.expert > 1:
         apply_expert_parallel(units.experts, mesh.expert)
     apply_tensor_parallel(module, styles, mesh.tensor, layout.sequence_parallel, layout.loss_parallel)
-    precision.apply_to_blocks(units.blocks)
+    precision.apply_to_blocks(units.blocks, units.experts, experts_wait=mesh.sizes.expert > 1)
+    if isinstance(module, TitanModule):
+        precision.apply_to_loss(module)
     roots = stages or [root]
     apply_fsdp(roots, units, mesh, precision, _reshard_policy(layout), layout.cpu_offload, cast_inside=plan is None)
     check_tied(module, tied)
@@ -132,7 +136,7 @@ def parallelize(
         average_experts(units.experts, mesh.sizes.data_ranks)
     materialize(module, torch.device("cpu") if layout.cpu_offload else device, scratch_device=device, seed=seed)
     _place_metrics(module, device, mesh.data_group)
-    module._split = Split(layout, precision.precision, roots)  # type: ignore[assignment]  # no tensor, no module
+    module._split = Split(layout, precision.description, roots)  # type: ignore[assignment]  # no tensor, no module
     return roots
 
 

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.trainer.states import TrainerFn
 
+from precision_plugins import TitanPrecision
 from titan_strategy.checkpoint import check_complete
 from titan_strategy.data_parallel import find_units
 from titan_strategy.dimensions import Dimension
@@ -66,6 +68,8 @@ def preflight(
     if trainer.state.fn in (None, TrainerFn.FITTING):  # evaluation takes batches of any size
         with problems.collected():
             _check_microbatches(datamodule, request)
+    with problems.collected():
+        _check_precision(trainer)
     if not is_split(module):
         _check_model(trainer, module, request, problems)
     problems.raise_if_any()
@@ -140,6 +144,13 @@ def _check_experts(experts: Dimension | None, size: int) -> None:
         raise ValueError(
             f"expert_parallel_size={size} does not divide {experts}. For this model it must be one of {valid}."
         )
+
+
+def _check_precision(trainer: pl.Trainer) -> None:
+    """Whether the hardware runs the recipe; `titan check` may stand on another machine than the run will."""
+    device, precision = trainer.strategy.root_device, trainer.precision_plugin
+    if isinstance(precision, TitanPrecision) and (device.type != "cuda" or torch.cuda.is_available()):
+        precision.use_device(device)
 
 
 def _check_sequence(datamodule: pl.LightningDataModule | None, request: Request) -> None:

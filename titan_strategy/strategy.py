@@ -264,6 +264,7 @@ class TitanStrategy(MeshStrategy):
         self._roots = roots_of_earlier_split(module, layout, precision) or parallelize(
             module, self._plan, layout, precision, self.root_device, distributed.agree_on_seed(self._seed)
         )
+        precision.report(Path(module.trainer.log_dir or module.trainer.default_root_dir))
         self._token_loss = TokenLoss(self.mesh.data_group) if isinstance(module, TitanModule) else None
         precision.use_gradient_clipper(self._clip_gradients)
         self._parallelized = module

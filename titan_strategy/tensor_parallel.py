@@ -45,6 +45,22 @@ def resolve_styles(root: nn.Module, plan: ParallelPlan) -> dict[nn.Module, Tenso
     return {root.get_submodule(name): style for name, (_, style) in chosen.items()}
 
 
+def local_weight_shapes(
+    styles: Mapping[nn.Module, TensorParallelStyle], ranks: int
+) -> dict[nn.Module, tuple[int, int]]:
+    """Of each linear map, the largest part (out, in) of its weight that one of `ranks` ranks will hold."""
+    shapes: dict[nn.Module, tuple[int, int]] = {}
+    for module, style in styles.items():
+        if isinstance(module, nn.Linear):
+            out_features, in_features = module.weight.shape
+            if style in ("colwise", "head"):
+                out_features = -(-out_features // ranks)
+            elif style == "rowwise":
+                in_features = -(-in_features // ranks)
+            shapes[module] = (out_features, in_features)
+    return shapes
+
+
 def apply_tensor_parallel(
     root: nn.Module,
     styles: Mapping[nn.Module, TensorParallelStyle],

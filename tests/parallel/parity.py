@@ -42,6 +42,8 @@ class Run:
     frozen: bool = False  # part of the parameters; the rest in two groups
     microbatch_rows: int = ROWS  # over all data ranks
     layers: int = 4
+    dim: int = 32
+    ffn_dim: int = 48
     moe: MoEConfig | None = None
     recompute: bool = False  # full activation checkpointing
 
@@ -57,11 +59,11 @@ class Layout:
 def config(run: Run) -> TransformerConfig:
     return TransformerConfig(
         vocab_size=VOCABULARY,
-        dim=32,
+        dim=run.dim,
         n_layers=run.layers,
         n_heads=8,
         n_kv_heads=4,
-        ffn_dim=48,
+        ffn_dim=run.ffn_dim,
         max_sequence_length=SEQUENCE,
         tie_embeddings=run.tied,
         moe=run.moe,
@@ -187,7 +189,13 @@ def train(run: Run, options: dict[str, Any], trainer_options: dict[str, Any] | N
     return trace
 
 
-def fit(run: Run, options: dict[str, Any], module_class: type[Module] = Module, **trainer_options: Any) -> Module:
+def fit(
+    run: Run,
+    options: dict[str, Any],
+    module_class: type[Module] = Module,
+    precision_plugin: TitanPrecision | None = None,
+    **trainer_options: Any,
+) -> Module:
     """Train a module on this process's rank of the pool."""
     world_size = ExternalRanks().world_size()
     recompute: Literal["full", "none"] = "full" if run.recompute else "none"
@@ -195,7 +203,8 @@ def fit(run: Run, options: dict[str, Any], module_class: type[Module] = Module, 
         cluster_environment=ExternalRanks(),
         parallel_devices=[torch.device("cpu")] * world_size,
         seed=SEED,
-        precision_plugin=TitanPrecision("32-true", activation_checkpointing=ActivationCheckpointing(recompute)),
+        precision_plugin=precision_plugin
+        or TitanPrecision("32-true", activation_checkpointing=ActivationCheckpointing(recompute)),
         **options,
     )
     trainer = quiet_trainer(
