@@ -20,15 +20,18 @@ from torch.utils.checkpoint import (
 Mode = Literal["none", "full", "every_n_blocks", "selective", "memory_budget"]
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
-# What is dear to compute again for the memory it takes. Names that this version of torch lacks stand for nothing.
-KEEP = (
-    # Attention, whichever kernel torch picks.
+# Whichever kernel torch picks.
+ATTENTION = (
     "aten._scaled_dot_product_flash_attention.default",
     "aten._scaled_dot_product_efficient_attention.default",
     "aten._scaled_dot_product_cudnn_attention.default",
     "aten._scaled_dot_product_fused_attention_overrideable.default",
     "aten._scaled_dot_product_flash_attention_for_cpu.default",
     "higher_order.flex_attention",
+)
+# What is dear to compute again for the memory it takes. Names that this version of torch lacks stand for nothing.
+KEEP = (
+    *ATTENTION,
     # Communication, which would be waited for once more.
     "_c10d_functional.all_gather_into_tensor.default",
     "_c10d_functional.all_reduce.default",

@@ -2,25 +2,18 @@
 
 import difflib
 import functools
-from collections.abc import Callable, Collection, Sequence, Set
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 Function = Callable[..., Any]
 # Those whose graphs torch's partitioner divides between forward and backward.
 _PARTITIONED = ("inductor", "aot_eager", "aot_eager_decomp_partition")
-
-
-class Parts(NamedTuple):
-    """What a block is divided into, apart from the little between: modules that are a graph each, and eager ones."""
-
-    graphs: list[nn.Module]
-    eager: list[nn.Module]
 
 
 @dataclass(frozen=True)
@@ -52,19 +45,22 @@ class CompileConfig:
     mode: str | None = None
     fullgraph: bool = True
     dynamic: bool | None = None
-    options: dict[str, str | int | float | bool] | None = None
+    options: dict[str, bool | int | float | str] | None = None
     loss: bool = True
     eager: list[str] = field(default_factory=lambda: ["router"])
 
     def __post_init__(self) -> None:
-        backends = torch.compiler.list_backends(exclude_tags=())
-        if isinstance(self.backend, str) and self.backend not in backends:
-            raise ValueError(f"compile.backend={self.backend!r}: valid names here are {', '.join(backends)}.")
+        if isinstance(self.backend, str) and self.backend not in torch.compiler.list_backends(exclude_tags=()):
+            # Without those that exist for torch's own tests.
+            valid = ", ".join((*torch.compiler.list_backends(), "aot_eager", "eager"))
+            raise ValueError(f"compile.backend={self.backend!r}: valid names are {valid}.")
         if self.mode is not None and self.options is not None:
             raise ValueError(
                 f"compile.mode={self.mode!r} and compile.options exclude each other: a mode is a set of options. Use "
                 "compile.options alone."
             )
+        if self.mode is not None and self.backend != "inductor":
+            raise ValueError(f"compile.mode={self.mode!r} is inductor's, but compile.backend={self.backend!r}.")
         if self.backend == "inductor":
             _check_name("mode", self.mode, list(torch._inductor.list_mode_options()))
             for name in self.options or {}:
@@ -78,18 +74,9 @@ class CompileConfig:
                 f"Use one of {', '.join(_PARTITIONED)}."
             )
 
-    def parts(self, block: nn.Module, units: Collection[nn.Module] = (), eager: Set[nn.Module] = frozenset()) -> Parts:
-        """Divide a block into graphs: itself, unless something inside must stay eager or is gathered by itself.
-
-        Args:
-            block: One of the repeated blocks.
-            units: Modules inside around which FSDP2 has something to do.
-            eager: Modules inside that must stay eager, besides those with such a name.
-        """
-        named = {module for name, module in block.named_modules() if name.split(".")[-1] in self.eager}
-        parts = Parts([], [])
-        _divide(block, set(units), eager | named, parts)
-        return parts
+    def left_eager(self, block: nn.Module) -> set[nn.Module]:
+        """The modules inside `block` that are named in `eager`."""
+        return {module for name, module in block.named_modules() if name.split(".")[-1] in self.eager}
 
     def apply(self, modules: Sequence[nn.Module], memory_budget: float | None = None) -> None:
         """Compile the forward of each module, in place. Their parameters, names and class stay as they were.
@@ -141,7 +128,7 @@ class CompileConfig:
         def run(*args: Any, **kwargs: Any) -> Any:
             args, kwargs = tree_map_only(AsyncCollectiveTensor, _received, (args, kwargs))
             if self.dynamic is None and not torch.is_grad_enabled():
-                _free_rows([arg for arg in args if isinstance(arg, Tensor) and arg.ndim])
+                _free_rows([arg for arg in tree_leaves((args, kwargs)) if isinstance(arg, Tensor) and arg.ndim])
             return compiled(*args, **kwargs)
 
         return run
@@ -151,21 +138,6 @@ def _check_name(argument: str, name: str | None, valid: Sequence[str]) -> None:
     if name is not None and name.replace("-", "_") not in {other.replace("-", "_") for other in valid}:
         near = difflib.get_close_matches(name, valid, n=6) or valid
         raise ValueError(f"compile.{argument}: inductor has no {name!r}. Valid: {', '.join(near)}")
-
-
-def _divide(module: nn.Module, units: Set[nn.Module], eager: Set[nn.Module], parts: Parts) -> None:
-    if module in eager:
-        parts.eager.append(module)
-    elif module in units or (_is_worth_it(module) and (units | eager).isdisjoint(module.modules())):
-        parts.graphs.append(module)
-    else:
-        for child in module.children():
-            _divide(child, units, eager, parts)
-
-
-def _is_worth_it(module: nn.Module) -> bool:
-    """Whether a module is more than a list of others, and not too little to be worth a graph."""
-    return type(module).forward is not nn.Module.forward and next(module.parameters(), None) is not None
 
 
 def _free_rows(tensors: Sequence[Tensor]) -> None:

@@ -13,14 +13,15 @@ multiplied in float32. With s_R the scale of a row, s_C of a column and s_T of t
 
 Everything else is E4M3. Scales of the last two recipes are rounded down to a power of two.
 Unlike torchao's, these run without rows, and for groups of rows with a weight each: what one linear map for each group
-would give. Sources: https://github.com/pytorch/ao/tree/v0.18.0/torchao/float8 and, for the recipes,
-https://docs.pytorch.org/ao/stable/workflows/training.html.
+would give. The recipes are torchao's:
+https://docs.pytorch.org/ao/main/api_reference/generated/torchao.float8.Float8LinearRecipeName.html.
 """
 
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 from precision_plugins.products import multiply
@@ -65,7 +66,7 @@ def float8_grouped_mm(rows: Tensor, weights: Tensor, offsets: Tensor, recipe: Fl
     Returns:
         (M, N).
     """
-    if rows.shape[0] == 0:  # which grouped_mm refuses
+    if rows.shape[0] == 0:  # which not every kernel accepts
         return rows @ weights[0].T
     y: Tensor = _Float8Product.apply(rows, weights, offsets, recipe)
     return y
@@ -90,6 +91,7 @@ class _Float8Product(torch.autograd.Function):
         return _multiply(a, b.mT, offsets, recipe, rows.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         rows, weight, offsets = ctx.saved_tensors
         recipe = ctx.recipe
@@ -138,8 +140,9 @@ def _fake_quantize(
         largest = each.new_zeros(offsets.shape[0] + 1, each.shape[1])
         largest = largest.scatter_reduce(0, expert[:, None].expand_as(each), each, "amax")
         scale = _scale(largest, recipe, dtype)[expert]
-    limit = torch.finfo(dtype).max  # casts beyond the range give NaN or infinity up to torch 2.11
-    scaled = (x * scale).clamp(-limit, limit).to(dtype, memory_format=torch.contiguous_format)
+    # Nothing exceeds the range by more than the scale is rounded, so this needs no clamp, as other casts up to torch 2.11.
+    # Row-major, because grouped products refuse other strides, and at this point it costs no pass of its own.
+    scaled = (x * scale).to(dtype, memory_format=torch.contiguous_format)
     return scaled.float() / scale
 
 

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from precision_plugins.products import multiply
@@ -101,7 +102,7 @@ def mx_grouped_mm(
     Returns:
         (M, N).
     """
-    if rows.shape[0] == 0:  # which grouped_mm refuses
+    if rows.shape[0] == 0:  # which not every kernel accepts
         return rows @ weights[0].T
     y: Tensor = _MXProduct.apply(rows, weights, offsets, rounding, wgrad_in_high_precision)
     return y
@@ -125,6 +126,7 @@ class _MXProduct(torch.autograd.Function):
         return multiply(fake_quantize(rows, -1, rounding), fake_quantize(weight, -1, rounding).mT, offsets)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         rows, weight, offsets = ctx.saved_tensors
         rounding = ctx.rounding

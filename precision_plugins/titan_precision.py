@@ -10,11 +10,11 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from precision_plugins.activation_checkpointing import ActivationCheckpointing
+from precision_plugins.blocks import change_blocks
 from precision_plugins.compile import CompileConfig
 
 PrecisionName = Literal["32-true", "bf16-true", "bf16-mixed"]
@@ -125,27 +125,9 @@ class TitanPrecision(Precision):
             experts: Modules inside which FSDP2 gathers by themselves.
             experts_wait: Whether they make the host wait for the device, as the exchange of tokens between ranks does.
         """
-        checkpointing = self.activation_checkpointing
-        chosen = checkpointing.chosen(blocks)
-        if self.compile is None:
-            checkpointing.apply(chosen)
-            return
         # torch knows no shapes for grouped products in float32, and a graph cannot wait.
-        eager = set(experts) if experts_wait or self.compute_dtype == torch.float32 else set()
-        parts = {block: self.compile.parts(block, experts, eager) for block in blocks}
-        graphs = [graph for part in parts.values() for graph in part.graphs]
-        budget = checkpointing.memory_budget if checkpointing.mode == "memory_budget" else None
-        if checkpointing.mode == "selective":
-            # Operators inside of a graph cannot be told apart from outside.
-            checkpointing.apply(graphs + [module for part in parts.values() for module in part.eager])
-            self.compile.apply(graphs, budget)
-            return
-        # Within a graph, what no gradient needs is not computed again. It must be the whole block, and free of
-        # DTensors: torch 2.13 confuses their meshes with the random states of attention that it computes again.
-        inside = [block for block in chosen if parts[block].graphs == [block] and not _has_dtensors(block)]
-        checkpointing.apply(inside)
-        self.compile.apply(graphs, budget)
-        checkpointing.apply([block for block in chosen if block not in inside])
+        eager = experts if experts_wait or self.compute_dtype == torch.float32 else ()
+        change_blocks(blocks, self.activation_checkpointing, self.compile, experts, eager)
 
     def apply_to_loss(self, module: nn.Module) -> None:
         """Change how `module.token_loss` runs."""
@@ -180,8 +162,3 @@ class TitanPrecision(Precision):
     @override
     def state_dict(self) -> dict[str, Any]:
         return {}
-
-
-def _has_dtensors(module: nn.Module) -> bool:
-    """Whether tensor parallelism has split or replicated parameters of `module`."""
-    return any(isinstance(parameter, DTensor) for parameter in module.parameters())

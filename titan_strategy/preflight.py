@@ -1,5 +1,6 @@
 """Everything that can be known before processes start, checked there: `fit` and `titan check` run the same code."""
 
+import re
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -68,6 +69,8 @@ def preflight(
     if trainer.state.fn in (None, TrainerFn.FITTING):  # evaluation takes batches of any size
         with problems.collected():
             _check_microbatches(datamodule, request)
+        with problems.collected():
+            _check_schedule(trainer, request)
     with problems.collected():
         _check_precision(trainer)
     if not is_split(module):
@@ -179,6 +182,35 @@ def _check_microbatches(datamodule: pl.LightningDataModule | None, request: Requ
         f"pipeline.microbatches={count}{default} does not divide data.batch_size={rows}, the rows that a rank reads at "
         f"once. {remedy} make data.batch_size a multiple of {count}."
     )
+
+
+def _check_schedule(trainer: pl.Trainer, request: Request) -> None:
+    """Some schedules go twice through what autograd recorded: for the gradients of activations, then of weights."""
+    config, precision = request.pipeline, trainer.precision_plugin
+    if request.sizes.pipeline == 1 or not splits_backward(config) or not isinstance(precision, TitanPrecision):
+        return
+    unable = []
+    if precision.compile is not None:
+        unable.append("a compiled block (compile) goes through once: use compile: null")
+    if precision.activation_checkpointing.mode == "selective":
+        unable.append(
+            "activation_checkpointing.mode='selective' keeps its values for one: use 'full', 'every_n_blocks' or 'none'"
+        )
+    if unable:
+        schedule = (
+            f"schedule={config.schedule!r}" if config.schedule_csv is None else f"schedule_csv={config.schedule_csv}"
+        )
+        raise ValueError(
+            f"pipeline.{schedule} splits the backward pass in two, but {'; and '.join(unable)}. Schedules that do not "
+            "split it: 1F1B, GPipe, Interleaved1F1B, LoopedBFS."
+        )
+
+
+def splits_backward(config: PipelineConfig) -> bool:
+    """Whether the schedule computes the gradients of weights apart from those of activations."""
+    if config.schedule_csv is None:
+        return config.schedule in ("InterleavedZeroBubble", "ZBVZeroBubble")
+    return config.schedule_csv.exists() and re.search(r"\d[IW]\d", config.schedule_csv.read_text()) is not None
 
 
 def _check_model(trainer: pl.Trainer, module: pl.LightningModule, request: Request, problems: _Problems) -> None:

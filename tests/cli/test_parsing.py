@@ -180,5 +180,5 @@ def test_missing_config_is_an_error_that_lists_the_presets(parse: Parse, capsys:
 
 @pytest.mark.parametrize("name", presets())
 def test_every_preset_parses(name: str, parse: Parse) -> None:
-    cli = TitanCLI(["fit", "--config", name, "--trainer.accelerator", "cpu", "--trainer.devices", "1"])
+    cli = TitanCLI(["fit", "--config", name, "--trainer.accelerator", "cpu", "--trainer.devices", "8"])
     assert cli.datamodule is not None

@@ -130,7 +130,7 @@ def separately(
 
 @RECIPES
 @DTYPES
-@pytest.mark.parametrize("name", ["normal", "outlier_columns", "huge", "zeros", "nan"])
+@pytest.mark.parametrize("name", ["normal", "outlier_columns", "huge", "tiny", "zeros", "nan"])
 @pytest.mark.parametrize("ends", [[7, 7, 30, 61], [0, 0, 0, 61], [61, 61, 61, 61], [16, 32, 48, 61]], ids=str)
 def test_grouped_equals_one_linear_for_each_expert(
     ends: list[int], name: str, dtype: torch.dtype, recipe: Float8Recipe
@@ -173,6 +173,14 @@ def test_frozen_operands_cost_no_product(
         assert products(product, x, normal(2, 16, 32), trained) == count
     else:
         assert products(functools.partial(float8_linear, recipe=recipe), x, normal(16, 32), trained) == count
+
+
+def test_second_derivatives_are_refused() -> None:
+    """They would be those of the rounding, which are zero."""
+    x, weight = normal(20, 32).requires_grad_(), normal(16, 32).requires_grad_()
+    (gradient,) = torch.autograd.grad(float8_linear(x, weight, "rowwise").square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        gradient.sum().backward()
 
 
 @RECIPES
