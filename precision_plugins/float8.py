@@ -140,9 +140,9 @@ def _fake_quantize(
         largest = each.new_zeros(offsets.shape[0] + 1, each.shape[1])
         largest = largest.scatter_reduce(0, expert[:, None].expand_as(each), each, "amax")
         scale = _scale(largest, recipe, dtype)[expert]
-    # Nothing exceeds the range by more than the scale is rounded, so this needs no clamp, as other casts up to torch 2.11.
+    limit = torch.finfo(dtype).max  # casts beyond the range give NaN or infinity up to torch 2.11
     # Row-major, because grouped products refuse other strides, and at this point it costs no pass of its own.
-    scaled = (x * scale).to(dtype, memory_format=torch.contiguous_format)
+    scaled = (x * scale).clamp(-limit, limit).to(dtype, memory_format=torch.contiguous_format)
     return scaled.float() / scale
 
 
