@@ -9,7 +9,8 @@ rounded twice, differently:
     y = q(x, K) q(w, K)^T        dx = q(dy, N) q(w, N)        dw = q(dy, M)^T q(x, M)
 
 Every number equals that of torchao 0.18 with `KernelPreference.EMULATED`, bit for bit, wherever torchao runs. This runs
-for any sizes and strides, for float32 experts too, and under `torch.compile`.
+for any sizes and strides, for float32 experts too, and under `torch.compile`; only the grouped product fails there on
+the CPU with inductor of torch 2.13, as torchao's does ("aot_eager" works).
 """
 
 from typing import Any, Literal
@@ -94,7 +95,7 @@ def mx_grouped_mm(
     Args:
         rows: (M, K); group e ends before row `offsets[e]`. What follows the last group may be anything, NaN included:
             its rows of the output and of the gradient of `rows` are undefined, and nothing else depends on it.
-        weights: (E, N, K), of the same dtype.
+        weights: (E, N, K), of the same dtype. N and K are multiples of 8, as `grouped_mm` demands.
         offsets: (E,), int32.
         rounding: See `fake_quantize`.
         wgrad_in_high_precision: As for `mx_linear`.
