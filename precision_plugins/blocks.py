@@ -54,16 +54,24 @@ def change_blocks(
 def parts_of(block: nn.Module, apart: Set[nn.Module]) -> Iterator[nn.Module]:
     """The largest modules of `block` that hold none of `apart`, and these themselves, in the order of definition.
 
-    Without anything apart that is the block itself. Modules without parameters are passed over.
+    Without anything apart that is the block itself. Otherwise torch's own norms and the like, which are a single kernel
+    each, are passed over, and so are modules without parameters.
     """
-    if next(block.parameters(), None) is None:
-        return
-    has_forward = type(block).forward is not nn.Module.forward  # a list of modules has none of its own
-    if block in apart or (has_forward and apart.isdisjoint(block.modules())):
+    if block in apart or (_has_forward(block) and apart.isdisjoint(block.modules())):
         yield block
         return
     for child in block.children():
-        yield from parts_of(child, apart)
+        if next(child.parameters(), None) is not None and (child in apart or not _is_kernel(child)):
+            yield from parts_of(child, apart)
+
+
+def _has_forward(module: nn.Module) -> bool:
+    """A list of modules has none of its own."""
+    return type(module).forward is not nn.Module.forward
+
+
+def _is_kernel(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.nn.") and next(module.children(), None) is None
 
 
 def _check_kept(checkpointing: ActivationCheckpointing, graphs: Sequence[nn.Module]) -> None:

@@ -87,7 +87,7 @@ class CompileConfig:
         """
         options = self._options(memory_budget)
         for module in modules:
-            # Not `module.compile()`, which would take in FSDP2's hooks, and leaves out what torch never traces.
+            # The forward alone: the module's hooks, FSDP2's above all, stay outside of the graph.
             module.forward = self._prepared(torch.compile(module.forward, fullgraph=self.fullgraph, **options))
 
     def compiled_loss(self, loss: Function) -> Function:

@@ -115,6 +115,16 @@ class TitanPrecision(Precision):
                     parameter.data = parameter.data.to(self.storage_dtype)
         return module
 
+    def check_blocks(self, blocks: Sequence[nn.Module]) -> None:
+        """Raise ValueError if `blocks`, those of the whole model, are none although they are to be changed."""
+        mode = self.activation_checkpointing.mode
+        if not blocks and (mode != "none" or self.compile is not None):
+            asked = f"activation_checkpointing.mode={mode!r}" if mode != "none" else "compile"
+            raise ValueError(
+                f"{asked} is for the repeated blocks of a model, and none were found in this one. Name them in a "
+                "ParallelPlan (blocks), or leave the setting out."
+            )
+
     def apply_to_blocks(
         self, blocks: Sequence[nn.Module], experts: Sequence[nn.Module] = (), experts_wait: bool = False
     ) -> None:

@@ -117,6 +117,7 @@ def parallelize(
     precision.convert_module(module)
     tied = tied_names(module)
     units = find_units(root, plan)
+    precision.check_blocks(units.blocks)
     stages = _divide_into_stages(module, plan, layout, device)
     units = units.within(module)
     if mesh.sizes.expert > 1:

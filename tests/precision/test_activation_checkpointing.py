@@ -248,6 +248,12 @@ def test_too_few_blocks() -> None:
         change(build(), ActivationCheckpointing("every_n_blocks", every_n_blocks=3))
 
 
+def test_a_model_without_blocks() -> None:
+    with pytest.raises(ValueError, match="mode='full' is for the repeated blocks of a model, and none were found"):
+        TitanPrecision("32-true", ActivationCheckpointing("full")).check_blocks([])
+    TitanPrecision("32-true").check_blocks([])
+
+
 def test_memory_budget_needs_the_compiler() -> None:
     with pytest.raises(ValueError, match="mode='memory_budget' is a choice of torch's compiler: give compile too"):
         TitanPrecision("32-true", ActivationCheckpointing("memory_budget"))
