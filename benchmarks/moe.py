@@ -6,23 +6,20 @@ not depend on what a router has learnt.
 """
 
 import argparse
-import gc
 import json
-import platform
 import statistics
 from pathlib import Path
 from typing import Any
 
-import lightning
-import lightning.pytorch as pl
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
-from benchmarks.size_one import SEQUENCE, Clock, Rows
+from benchmarks.training import SEQUENCE, environment, train
 from models import CausalLM, MoEConfig, TransformerConfig
 from models.moe import GroupedExperts
-from titan_strategy import TitanStrategy
+from precision_plugins import TitanPrecision
+
+STEPS = 14
 
 # Both have 8 blocks of width 2048 and a vocabulary of 128256, as the flavours that TorchTitan is measured with.
 _COMMON: dict[str, Any] = {"vocab_size": 128_256, "dim": 2048, "n_layers": 8, "n_heads": 16, "ffn_dim": 6144}
@@ -60,46 +57,18 @@ def loop_over_experts(rows: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
     return torch.cat([group @ weight.T for group, weight in zip(groups, weights, strict=True)])
 
 
-class Model(CausalLM):
-    """A `CausalLM` whose experts are multiplied in one of the two ways."""
-
-    def __init__(self, config: TransformerConfig, side: str) -> None:
-        super().__init__(config=config)
-        self.side = side
+class LoopOverExperts(CausalLM):
+    """A `CausalLM` whose experts are multiplied one after the other."""
 
     def configure_model(self) -> None:
         super().configure_model()
         assert self.model is not None
         for module in self.model.modules():
-            if isinstance(module, GroupedExperts) and self.side == "loop":
+            if isinstance(module, GroupedExperts):
                 module.grouped_mm = loop_over_experts
 
 
-def run(config: TransformerConfig, side: str, batch_size: int) -> dict[str, Any]:
-    """Train for some steps; returns the seconds of each after warm-up, and the memory."""
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    clock = Clock()
-    trainer = pl.Trainer(
-        accelerator="gpu",
-        devices=1,
-        strategy=TitanStrategy(seed=0),
-        precision="bf16-mixed",
-        max_steps=14,
-        gradient_clip_val=1.0,
-        callbacks=[clock],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-    )
-    loader = DataLoader(Rows(batch_size, config.vocab_size), batch_size=None, pin_memory=True)
-    trainer.fit(Model(config, side), loader)
-    seconds = clock.step_times()
-    loss = trainer.callback_metrics["train/loss"].item()
-    return {"side": side, "seconds": seconds, "gib": torch.cuda.max_memory_reserved() / 2**30, "loss": loss}
+SIDES = {"grouped": CausalLM, "loop": LoopOverExperts}
 
 
 def main() -> None:
@@ -108,23 +77,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/moe.json"))
     options = parser.parse_args()
-    environment = {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "lightning": lightning.__version__,
-        "python": platform.python_version(),
-    }
     settings = {"batch_size": options.batch_size, "sequence": SEQUENCE, "precision": "bf16-mixed", "compiled": False}
-    result: dict[str, Any] = {"environment": environment, "settings": settings, "models": {}}
+    result: dict[str, Any] = {"environment": environment(), "settings": settings, "models": {}}
     options.output.parent.mkdir(parents=True, exist_ok=True)
     tokens = options.batch_size * SEQUENCE
     for name, config in MODELS.items():
-        runs = [run(config, side, options.batch_size) for _ in range(options.rounds) for side in ("grouped", "loop")]
+        runs: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
+        for _ in range(options.rounds):
+            for side, module_class in SIDES.items():
+                run = train(config, TitanPrecision("bf16-mixed"), options.batch_size, STEPS, module_class)
+                runs[side].append(run.as_dict())
         table = {}
-        for side in ("grouped", "loop"):
-            mine = [one for one in runs if one["side"] == side]
-            median = statistics.median(seconds for one in mine for seconds in one["seconds"])
-            table[side] = {"tokens_per_second": tokens / median, "gib": max(one["gib"] for one in mine)}
+        for side, mine in runs.items():
+            median = statistics.median(seconds for run in mine for seconds in run["seconds"])
+            table[side] = {"tokens_per_second": tokens / median, "gib": max(run["gib"] for run in mine)}
             print(f"{name:28} {side:8} {tokens / median:10.0f} tokens/s {table[side]['gib']:7.1f} GiB", flush=True)
         ratio = table["grouped"]["tokens_per_second"] / table["loop"]["tokens_per_second"]
         print(f"{name:28} grouped / loop: {ratio:.3f}", flush=True)

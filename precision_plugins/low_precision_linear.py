@@ -4,6 +4,7 @@ Parameters, names, hooks, bias, training mode and identity stay what they were, 
 precision. Products see local tensors: what tensor parallelism has split is taken apart before, and put together after.
 """
 
+import functools
 from collections.abc import Callable
 
 from torch import Tensor, nn
@@ -33,10 +34,15 @@ def swap_product(module: nn.Linear, product: Product) -> None:
     Its class becomes a subclass of what it was, so what the class says elsewhere, such as how weights are initialised,
     still holds.
     """
-    cls = type(module)
-    module.__class__ = type(f"LowPrecision{cls.__name__}", (LowPrecisionLinear, cls), {"__module__": __name__})
+    module.__class__ = _low_precision(type(module))
     assert isinstance(module, LowPrecisionLinear)
     module.product = product
+
+
+@functools.cache
+def _low_precision(cls: type[nn.Linear]) -> type[nn.Linear]:
+    """The same subclass each time: blocks whose modules differ in class would not share a compiled graph."""
+    return type(f"LowPrecision{cls.__name__}", (LowPrecisionLinear, cls), {"__module__": __name__})
 
 
 def has_product_of_its_own(module: nn.Linear) -> bool:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Literal, get_args
 
 from torch import Tensor
@@ -27,7 +27,8 @@ class Recipe:
     Args:
         name: As the manifest shows it.
         linear: The product of a linear map.
-        grouped: The product of grouped experts, made when it is needed, for what it needs may be missing.
+        grouped: The product of grouped experts, made when it is needed, for what it needs may be missing; the same one
+            each time, so that all blocks can share a compiled graph.
         multiple: What input and output features must be divisible by.
         group_multiple: What the rows of each expert are filled up to a multiple of.
     """
@@ -78,7 +79,7 @@ def _mxfp8(recipe: str, emulate: bool, capability: Capability | None) -> Recipe:
         return Recipe(
             f"{recipe} (emulated)",
             partial(mx_linear, rounding=rounding, wgrad_in_high_precision=wgrad),
-            lambda: partial(mx_grouped_mm, rounding=rounding, wgrad_in_high_precision=wgrad),
+            cache(lambda: partial(mx_grouped_mm, rounding=rounding, wgrad_in_high_precision=wgrad)),
             multiple=32,
             group_multiple=32,
         )
@@ -91,7 +92,7 @@ def _mxfp8(recipe: str, emulate: bool, capability: Capability | None) -> Recipe:
     return Recipe(
         recipe,
         torchao_kernels.mx_linear_kernel(rounding, wgrad),
-        lambda: torchao_kernels.mx_grouped_kernel(rounding, wgrad),
+        cache(lambda: torchao_kernels.mx_grouped_kernel(rounding, wgrad)),
         multiple=32,
         group_multiple=128,  # of torchao's quantisation of activations; see its _to_mxfp8_then_scaled_grouped_mm
     )
@@ -102,7 +103,7 @@ def _float8(recipe: Float8Recipe, emulate: bool, capability: Capability | None) 
         return Recipe(
             f"float8 {recipe} (emulated)",
             partial(float8_linear, recipe=recipe),
-            lambda: partial(float8_grouped_mm, recipe=recipe),
+            cache(lambda: partial(float8_grouped_mm, recipe=recipe)),
             multiple=16,
             group_multiple=16,
         )
@@ -114,7 +115,7 @@ def _float8(recipe: Float8Recipe, emulate: bool, capability: Capability | None) 
     return Recipe(
         f"float8 {recipe}",
         torchao_kernels.float8_linear_kernel(recipe),
-        lambda: _float8_grouped(recipe),
+        cache(lambda: _float8_grouped(recipe)),
         multiple=16,
         group_multiple=16,
     )

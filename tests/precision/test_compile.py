@@ -16,10 +16,13 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.utils.data import DataLoader
 
 from models import CausalLM, MoEConfig, Transformer, TransformerConfig
+from models.layers import Linear
 from models.moe import GroupedExperts
 from precision_plugins import ActivationCheckpointing, CompileConfig, TitanPrecision
 from precision_plugins.activation_checkpointing import Mode
 from precision_plugins.blocks import change_blocks, parts_of
+from precision_plugins.low_precision_linear import swap_product
+from precision_plugins.recipes import choose
 from precision_plugins.titan_precision import PrecisionName
 from tests.gpu.test_one_gpu import train as train_on_gpu
 from tests.parallel.parity import (
@@ -125,6 +128,22 @@ def test_blocks_of_one_kind_share_a_graph_and_keep_their_names() -> None:
     assert_close(gradients(compiled), gradients(plain))
     assert (graphs.compiled, graphs.runs) == (1, 12)
     assert graphs.products_of_backward == [2 * PRODUCTS]
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "mxfp8_rceil"])
+def test_blocks_in_low_precision_share_graphs(name: str) -> None:
+    """More blocks than the compiler has graphs for one piece of code."""
+    plain, compiled, graphs = build(10, EVERY), build(10, EVERY), Graphs()
+    for model in (plain, compiled):
+        recipe = choose(name, emulate=True, capability=None)
+        for module in model.layers.modules():
+            if isinstance(module, GroupedExperts):
+                module.grouped_mm = recipe.grouped()
+            elif type(module) is Linear:
+                swap_product(module, recipe.linear)
+    change(compiled, graphs)
+    assert_close(gradients(compiled), gradients(plain))
+    assert graphs.compiled == 3  # attention, experts and shared expert
 
 
 def test_a_block_with_experts_is_several_graphs_around_its_router() -> None:

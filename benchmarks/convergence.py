@@ -1,0 +1,186 @@
+"""Training loss of one model in MXFP8 (emulated) and Float8 against bf16, from the same weights on the same text.
+
+Run `python -m benchmarks.convergence` on a machine with a GPU of compute capability 8.9 or more, and
+`python -m benchmarks.convergence --plot` anywhere to draw the curves. Each seed has weights and an order of the rows of
+its own; its runs differ in precision alone. The text is the Python source of the packages beside torch.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+
+from benchmarks.training import environment, forget_earlier_runs
+from models import AdamWConfig, CausalLM, LearningRateSchedule, TextDataModule, TransformerConfig
+from precision_plugins import CompileConfig, Float8Precision, MXFP8Precision, TitanPrecision
+from titan_strategy import TitanStrategy
+
+MODEL = TransformerConfig(
+    vocab_size=8192, dim=512, n_layers=12, n_heads=8, n_kv_heads=8, ffn_dim=2048, max_sequence_length=1024
+)
+PEAK_LEARNING_RATE, WARM_UP = 1e-3, 100
+LAST = 100  # steps whose mean loss is compared
+SEEDS = (0, 1, 2)
+
+
+def precisions() -> dict[str, TitanPrecision]:
+    """What is compared, by name. Everything but the head is converted, also what would be left alone by default."""
+    head, compile = ["output"], CompileConfig()
+    return {
+        "bf16": TitanPrecision("bf16-mixed", compile=compile),
+        "mxfp8_rceil (emulated)": MXFP8Precision(filter_fqns=head, emulate=True, compile=compile),
+        "float8 tensorwise": Float8Precision("tensorwise", filter_fqns=head, compile=compile),
+        "float8 rowwise": Float8Precision("rowwise", filter_fqns=head, compile=compile),
+    }
+
+
+class Losses(pl.Callback):
+    """The loss of every step, read when all is over."""
+
+    def __init__(self) -> None:
+        self._losses: list[Tensor] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: object) -> None:
+        self._losses.append(trainer.callback_metrics["train/loss"].clone())
+
+    def values(self) -> list[float]:
+        """Nats per token."""
+        values: list[float] = torch.stack(self._losses).tolist()
+        return values
+
+
+def data(source: str, seed: int) -> TextDataModule:
+    """Rows of 1024 tokens, eight to a batch."""
+    return TextDataModule(source, sequence_length=1024, batch_size=8, seed=seed, num_workers=2)
+
+
+def write_python_sources(path: Path, megabytes: int) -> None:
+    """The sources of the packages installed beside torch, a record for each file, up to a size."""
+    left = megabytes * 10**6
+    with path.open("w") as records:
+        for file in sorted(Path(torch.__file__).parent.parent.rglob("*.py")):
+            text = file.read_text(errors="replace")
+            left -= len(text)
+            if left < 0:
+                return
+            if text:
+                records.write(json.dumps({"text": text}) + "\n")
+
+
+def train(name: str, seed: int, steps: int, source: str) -> list[float]:
+    """The loss of each step."""
+    forget_earlier_runs()
+    losses = Losses()
+    trainer = pl.Trainer(
+        accelerator="gpu",
+        devices=1,
+        strategy=TitanStrategy(seed=seed, precision_plugin=precisions()[name]),
+        max_steps=steps,
+        gradient_clip_val=1.0,
+        callbacks=[losses],
+        logger=False,
+        limit_val_batches=0,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=f"runs/convergence/{seed}",
+    )
+    schedule = LearningRateSchedule("cosine", WARM_UP)
+    module = CausalLM(config=MODEL, optimizer=AdamWConfig(PEAK_LEARNING_RATE), schedule=schedule)
+    trainer.fit(module, data(source, seed))
+    return losses.values()
+
+
+def compare(runs: dict[str, list[list[float]]]) -> dict[str, dict[str, Any]]:
+    """Mean loss of the last steps of each seed, and how far it lies from that of bf16."""
+    means = {name: [statistics.fmean(losses[-LAST:]) for losses in seeds] for name, seeds in runs.items()}
+    return {
+        name: {
+            "last_loss": seeds,
+            "relative_to_bf16": [mine / base - 1 for mine, base in zip(seeds, means["bf16"], strict=True)],
+        }
+        for name, seeds in means.items()
+    }
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """The curves, each a mean over the seeds and over windows of 20 steps; below, how far they lie from bf16's."""
+    from matplotlib.figure import Figure
+
+    curves = {name: _smooth(seeds) for name, seeds in result["losses"].items()}
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    for name, curve in curves.items():
+        steps = [20 * i + 10 for i in range(len(curve))]
+        above.plot(steps, curve, label=name)
+        below.plot(steps, [100 * (mine / base - 1) for mine, base in zip(curve, curves["bf16"], strict=True)])
+    above.set_ylabel("training loss, nats per token")
+    above.legend()
+    below.set_ylabel("difference from bf16, %")
+    below.set_ylim(-2, 2)
+    below.set_xlabel("step")
+    figure.savefig(path, dpi=120)
+
+
+def _smooth(seeds: list[list[float]], width: int = 20) -> list[float]:
+    mean = [statistics.fmean(losses) for losses in zip(*seeds, strict=True)]
+    return [statistics.fmean(mean[i : i + width]) for i in range(0, len(mean) - width + 1, width)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--megabytes", type=int, default=60, help="of text")
+    parser.add_argument("--only", nargs="+", choices=list(precisions()), default=list(precisions()))
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/convergence.json"))
+    parser.add_argument("--seed", type=int, help="run this one alone and print its losses")
+    parser.add_argument("--plot", action="store_true", help="draw what --output holds")
+    options = parser.parse_args()
+    source = Path("runs/convergence/sources.jsonl")
+    if options.seed is not None:
+        losses = {name: train(name, options.seed, options.steps, str(source)) for name in options.only}
+        print(json.dumps(losses))
+        return
+    if options.plot:
+        plot(json.loads(options.output.read_text()), options.output.with_suffix(".png"))
+        return
+    source.parent.mkdir(parents=True, exist_ok=True)
+    write_python_sources(source, options.megabytes)
+    data(str(source), 0).prepare_data()  # once, before the seeds run side by side
+    command = [sys.executable, "-m", "benchmarks.convergence", "--steps", str(options.steps), "--only", *options.only]
+    processes = [subprocess.Popen([*command, "--seed", str(seed)], stdout=subprocess.PIPE, text=True) for seed in SEEDS]
+    outputs = [process.communicate()[0] for process in processes]
+    if any(process.returncode for process in processes):
+        raise SystemExit("a seed failed; its error stands above")
+    seeds = [json.loads(output.strip().splitlines()[-1]) for output in outputs]
+    runs = {name: [losses[name] for losses in seeds] for name in options.only}
+    result = {
+        "environment": environment(),
+        "settings": {
+            "model": asdict(MODEL),
+            "parameters": MODEL.num_parameters,
+            "steps": options.steps,
+            "tokens_per_step": 8192,
+            "text_bytes": source.stat().st_size,
+            "seeds": SEEDS,
+            "last": LAST,
+        },
+        "comparison": compare(runs),
+        "losses": {name: [[round(loss, 5) for loss in losses] for losses in seeds] for name, seeds in runs.items()},
+    }
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(json.dumps(result))
+    for name, row in result["comparison"].items():
+        print(name, *(f"{loss:.4f} ({100 * d:+.2f} %)" for loss, d in zip(*row.values(), strict=True)), sep="  ")
+
+
+if __name__ == "__main__":
+    main()
