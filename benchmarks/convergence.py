@@ -29,6 +29,7 @@ MODEL = TransformerConfig(
 PEAK_LEARNING_RATE, WARM_UP = 1e-3, 100
 LAST = 100  # steps whose mean loss is compared
 SEEDS = (0, 1, 2)
+BATCH_SIZE = 4
 
 
 def precisions() -> dict[str, TitanPrecision]:
@@ -58,8 +59,8 @@ class Losses(pl.Callback):
 
 
 def data(source: str, seed: int) -> TextDataModule:
-    """Rows of 1024 tokens, eight to a batch."""
-    return TextDataModule(source, sequence_length=1024, batch_size=8, seed=seed, num_workers=2)
+    """Rows of 1024 tokens."""
+    return TextDataModule(source, sequence_length=1024, batch_size=BATCH_SIZE, seed=seed, num_workers=2)
 
 
 def write_python_sources(path: Path, megabytes: int) -> None:
@@ -146,21 +147,27 @@ def main() -> None:
     options = parser.parse_args()
     source = Path("runs/convergence/sources.jsonl")
     if options.seed is not None:
-        losses = {name: train(name, options.seed, options.steps, str(source)) for name in options.only}
-        print(json.dumps(losses))
+        for name in options.only:
+            record = {"name": name, "losses": train(name, options.seed, options.steps, str(source))}
+            print(json.dumps(record), flush=True)
         return
     if options.plot:
         plot(json.loads(options.output.read_text()), options.output.with_suffix(".png"))
         return
-    source.parent.mkdir(parents=True, exist_ok=True)
+    for folder in (source.parent, options.output.parent):
+        folder.mkdir(parents=True, exist_ok=True)
     write_python_sources(source, options.megabytes)
     data(str(source), 0).prepare_data()  # once, before the seeds run side by side
     command = [sys.executable, "-m", "benchmarks.convergence", "--steps", str(options.steps), "--only", *options.only]
-    processes = [subprocess.Popen([*command, "--seed", str(seed)], stdout=subprocess.PIPE, text=True) for seed in SEEDS]
-    outputs = [process.communicate()[0] for process in processes]
-    if any(process.returncode for process in processes):
+    logs = [options.output.with_suffix(f".seed{seed}.jsonl") for seed in SEEDS]  # kept if a later run fails
+    processes = [
+        subprocess.Popen([*command, "--seed", str(seed)], stdout=log.open("w"))
+        for seed, log in zip(SEEDS, logs, strict=True)
+    ]
+    codes = [process.wait() for process in processes]
+    if any(codes):
         raise SystemExit("a seed failed; its error stands above")
-    seeds = [json.loads(output.strip().splitlines()[-1]) for output in outputs]
+    seeds = [{run["name"]: run["losses"] for run in map(json.loads, log.read_text().splitlines())} for log in logs]
     runs = {name: [losses[name] for losses in seeds] for name in options.only}
     result = {
         "environment": environment(),
@@ -168,7 +175,7 @@ def main() -> None:
             "model": asdict(MODEL),
             "parameters": MODEL.num_parameters,
             "steps": options.steps,
-            "tokens_per_step": 8192,
+            "tokens_per_step": 1024 * BATCH_SIZE,
             "text_bytes": source.stat().st_size,
             "seeds": SEEDS,
             "last": LAST,
@@ -176,7 +183,6 @@ def main() -> None:
         "comparison": compare(runs),
         "losses": {name: [[round(loss, 5) for loss in losses] for losses in seeds] for name, seeds in runs.items()},
     }
-    options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text(json.dumps(result))
     for name, row in result["comparison"].items():
         print(name, *(f"{loss:.4f} ({100 * d:+.2f} %)" for loss, d in zip(*row.values(), strict=True)), sep="  ")

@@ -118,7 +118,11 @@ def train(
     )
     rows = Rows(batch_size, config.vocab_size, steps)
     trainer.fit(module_class(config=config), DataLoader(rows, batch_size=None, num_workers=1, pin_memory=True))
-    loss = trainer.callback_metrics["train/loss"].item()
+    return measurement(clock, trainer.callback_metrics["train/loss"].item())
+
+
+def measurement(clock: Clock, loss: float) -> Measurement:
+    """What a run on the current GPU, just ended, has taken."""
     return Measurement(clock.step_times(), torch.cuda.max_memory_reserved() / 2**30, clock.first_step, loss)
 
 

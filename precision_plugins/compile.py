@@ -5,6 +5,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -106,6 +107,7 @@ class CompileConfig:
         from torch._dynamo.backends.registry import lookup_backend
         from torch._functorch import config
         from torch._inductor.compile_fx import compile_fx
+        from torch.utils.flop_counter import flop_registry
 
         backend: Function
         if self.backend == "inductor":
@@ -116,7 +118,7 @@ class CompileConfig:
             backend = functools.partial(lookup_backend(self.backend), **extra)
 
         def compile_within_budget(graph: Any, inputs: Any) -> Any:
-            with config.patch(activation_memory_budget=memory_budget):
+            with config.patch(activation_memory_budget=memory_budget), patch.dict(flop_registry, _ATTENTION_FLOPS):
                 return backend(graph, inputs)
 
         return compile_within_budget
@@ -132,6 +134,18 @@ class CompileConfig:
             return compiled(*args, **kwargs)
 
         return run
+
+
+def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
+    """Two products of each query with each key, 2 operations a number; tensors are (batch, heads, seq, head_size)."""
+    return 2 * query.shape[:-1].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+
+
+# torch's compiler weighs operators by these, and up to 2.11 its own fail where key heads are fewer than query heads.
+_ATTENTION_FLOPS = {
+    getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention"): _attention_flops
+    for kernel in ("flash", "efficient", "cudnn")
+}
 
 
 def _check_name(argument: str, name: str | None, valid: Sequence[str]) -> None:

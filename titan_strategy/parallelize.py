@@ -1,5 +1,6 @@
 """The order in which a meta model becomes a split, sharded and initialised one."""
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,7 @@ from titan_strategy.module import TitanModule
 from titan_strategy.pipeline_parallel import Pipeline
 from titan_strategy.pipeline_split import PipelineConfig, assign_modules, stage_view
 from titan_strategy.plan import ParallelPlan
+from titan_strategy.single_rank import Casts, cast_parameters
 from titan_strategy.tensor_parallel import apply_tensor_parallel, local_weight_shapes, resolve_styles
 from titan_strategy.tied import check_tied, tied_names
 
@@ -55,7 +57,12 @@ class Split:
 
     layout: Layout
     precision: str
-    roots: list[nn.Module]
+    roots: list[nn.Module]  # the modules whose forward starts the units: one, or one for each pipeline stage of a rank
+    casts: Casts | None = None  # of a rank alone
+
+    def during_backward(self) -> AbstractContextManager[None]:
+        """Around each backward pass."""
+        return nullcontext() if self.casts is None else self.casts.during_backward()
 
 
 def is_split(module: pl.LightningModule) -> bool:
@@ -63,9 +70,7 @@ def is_split(module: pl.LightningModule) -> bool:
     return hasattr(module, "_split")
 
 
-def roots_of_earlier_split(
-    module: pl.LightningModule, layout: Layout, precision: TitanPrecision
-) -> list[nn.Module] | None:
+def earlier_split(module: pl.LightningModule, layout: Layout, precision: TitanPrecision) -> Split | None:
     """What `parallelize` returned for `module` under an earlier Trainer; None if it is not split yet.
 
     Raises:
@@ -82,7 +87,7 @@ def roots_of_earlier_split(
             f"This {type(module).__name__} was split by an earlier Trainer with other settings "
             f"({'; '.join(differences)}). Use the same settings, or a new module and a checkpoint."
         )
-    return split.roots
+    return split
 
 
 def parallelize(
@@ -92,7 +97,7 @@ def parallelize(
     precision: TitanPrecision,
     device: torch.device,
     seed: int,
-) -> list[nn.Module]:
+) -> Split:
     """Turn `module`, built by `configure_model()`, into one that is ready to train, in place.
 
     Args:
@@ -102,9 +107,6 @@ def parallelize(
         precision: Decides dtypes and how blocks run.
         device: Where this rank computes.
         seed: Seed of the initial weights, the same on every rank.
-
-    Returns:
-        The modules whose forward starts the FSDP2 units: one, or one for each pipeline stage of this rank.
     """
     mesh = layout.mesh
     check_module(module)
@@ -126,8 +128,11 @@ def parallelize(
     precision.apply_to_blocks(units.blocks, units.experts, experts_wait=mesh.sizes.expert > 1)
     if isinstance(module, TitanModule):
         precision.apply_to_loss(module)
-    roots = stages or [root]
-    apply_fsdp(roots, units, mesh, precision, _reshard_policy(layout), layout.cpu_offload, cast_inside=plan is None)
+    roots, casts = stages or [root], None
+    if _is_alone(module, layout, precision):
+        casts = cast_parameters(root, precision.compute_dtype, [root] if plan else [root, *units.blocks])
+    else:
+        apply_fsdp(roots, units, mesh, precision, _reshard_policy(layout), layout.cpu_offload, cast_inside=plan is None)
     check_tied(module, tied)
     if root is module:
         route_steps_through_fsdp(module, [step for step in _STEPS if is_overridden(step, module)])
@@ -137,8 +142,22 @@ def parallelize(
         average_experts(units.experts, mesh.sizes.data_ranks)
     materialize(module, torch.device("cpu") if layout.cpu_offload else device, scratch_device=device, seed=seed)
     _place_metrics(module, device, mesh.data_group)
-    module._split = Split(layout, precision.description, roots)  # type: ignore[assignment]  # no tensor, no module
-    return roots
+    split = Split(layout, precision.description, roots, casts)
+    module._split = split  # type: ignore[assignment]  # no tensor, no module
+    return split
+
+
+def _is_alone(module: pl.LightningModule, layout: Layout, precision: TitanPrecision) -> bool:
+    """Whether FSDP2 would only copy: nothing is split, nor stored elsewhere, and gradients add up in float32 anyway.
+
+    Other LightningModules than a `TitanModule` do as they like with their parameters outside of a forward, too.
+    """
+    return (
+        isinstance(module, TitanModule)
+        and layout.mesh.world.size() == 1
+        and not layout.cpu_offload
+        and precision.storage_dtype == torch.float32
+    )
 
 
 def check_module(module: pl.LightningModule) -> None:

@@ -28,7 +28,7 @@ from titan_strategy.data_parallel import ReshardPolicy, reshard, set_gradient_sy
 from titan_strategy.mesh import ParallelMesh, ParallelSizes
 from titan_strategy.mesh_strategy import MeshStrategy
 from titan_strategy.module import TitanModule
-from titan_strategy.parallelize import Layout, parallelize, roots_of_earlier_split
+from titan_strategy.parallelize import Layout, Split, earlier_split, parallelize
 from titan_strategy.pipeline_split import PipelineConfig
 from titan_strategy.plan import ParallelPlan
 from titan_strategy.precision import titan_precision
@@ -132,7 +132,7 @@ class TitanStrategy(MeshStrategy):
         self._start_method = launch.check_start_method(start_method)
 
         self._parallelized: pl.LightningModule | None = None
-        self._roots: list[nn.Module] = []
+        self._split: Split | None = None
         self._token_loss: TokenLoss | None = None
         self._accumulating = False
         self._pending_weights: tuple[Mapping[str, Any], bool] | None = None
@@ -261,13 +261,16 @@ class TitanStrategy(MeshStrategy):
             reshard_after_forward=self._reshard_after_forward,
             cpu_offload=self._cpu_offload,
         )
-        self._roots = roots_of_earlier_split(module, layout, precision) or parallelize(
+        self._split = earlier_split(module, layout, precision) or parallelize(
             module, self._plan, layout, precision, self.root_device, distributed.agree_on_seed(self._seed)
         )
         precision.report(Path(module.trainer.log_dir or module.trainer.default_root_dir))
         self._token_loss = TokenLoss(self.mesh.data_group) if isinstance(module, TitanModule) else None
         precision.use_gradient_clipper(self._clip_gradients)
         self._parallelized = module
+
+    def _roots(self) -> list[nn.Module]:
+        return [] if self._split is None else self._split.roots
 
     def _splits_logits(self, module: pl.LightningModule | None) -> bool:
         """A user's own step may do anything with the logits; a TitanModule's is known to work on split ones."""
@@ -318,11 +321,11 @@ class TitanStrategy(MeshStrategy):
     def block_backward_sync(self) -> Generator[None, None, None]:
         """While gradients accumulate they stay local: one reduction per optimizer step."""
         self._accumulating = True
-        set_gradient_sync(self._roots, False)
+        set_gradient_sync(self._roots(), False)
         try:
             yield
         finally:
-            set_gradient_sync(self._roots, True)
+            set_gradient_sync(self._roots(), True)
             self._accumulating = False
 
     @override
@@ -330,12 +333,13 @@ class TitanStrategy(MeshStrategy):
         module = self.lightning_module
         if self._token_loss is None or not isinstance(module, TitanModule):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
+        assert self._split is not None
         # Lightning has divided closure_loss by accumulate_grad_batches; the exact loss takes its place.
         loss = self.precision_plugin.pre_backward(self._token_loss.take(), module)
         if module.pipeline is not None:
             module.pipeline.restore_gradients()
         else:
-            with self._loss_context():
+            with self._loss_context(), self._split.during_backward():
                 self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs)
         factor = self._token_loss.gradient_factor(last_of_window=not self._accumulating)
         if factor is not None:
@@ -370,15 +374,15 @@ class TitanStrategy(MeshStrategy):
 
     @override
     def on_validation_end(self) -> None:
-        reshard(self._roots)  # whoever looks at the parameters next finds the shards, in their storage dtype
+        reshard(self._roots())  # whoever looks at the parameters next finds the shards, in their storage dtype
 
     @override
     def on_test_end(self) -> None:
-        reshard(self._roots)
+        reshard(self._roots())
 
     @override
     def on_predict_end(self) -> None:
-        reshard(self._roots)
+        reshard(self._roots())
 
     # -- Saving --------------------------------------------------------------------------------------------------------
 

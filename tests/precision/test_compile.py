@@ -21,6 +21,7 @@ from models.moe import GroupedExperts
 from precision_plugins import ActivationCheckpointing, CompileConfig, TitanPrecision
 from precision_plugins.activation_checkpointing import Mode
 from precision_plugins.blocks import change_blocks, parts_of
+from precision_plugins.compile import _ATTENTION_FLOPS
 from precision_plugins.low_precision_linear import swap_product
 from precision_plugins.recipes import choose
 from precision_plugins.titan_precision import PrecisionName
@@ -184,6 +185,16 @@ def test_memory_budget_holds_for_the_blocks_alone() -> None:
 # -- Under the strategy ------------------------------------------------------------------------------------------------
 
 TENSOR_2, PIPELINE_2, EXPERT_2 = ({f"{kind}_parallel_size": 2} for kind in ("tensor", "pipeline", "expert"))
+
+
+def test_attention_is_weighed_by_its_query_heads() -> None:
+    from torch.utils.flop_counter import flop_registry
+
+    attention = torch.ops.aten._scaled_dot_product_flash_attention
+    query, key = torch.empty(2, 8, 10, 4, device="meta"), torch.empty(2, 8, 6, 4, device="meta")
+    expected = flop_registry[attention](query, key, key, out_val=query)
+    assert _ATTENTION_FLOPS[attention](query, key, key) == expected == 2 * 2 * (2 * 8 * 10 * 6 * 4)
+    assert _ATTENTION_FLOPS[attention](query, key[:, :2], key[:, :2]) == expected
 
 
 @dataclass(frozen=True)
