@@ -10,8 +10,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from models.config import AttentionTemperature, TransformerConfig
 from models.layers import Linear
 
-# The first of these that can. On one H200, causal at a sequence of 8192, forward and backward together, cuDNN ran at 426
-# (head size 64) and 510 (128) TFLOP/s, torch's flash kernel at 261 and 282. torch itself would take the latter.
+# The first of these that can. On one H200, causal at a sequence of 8192, forward and backward together, cuDNN ran at
+# 426 (head size 64) and 510 (128) TFLOP/s, torch's flash kernel at 261 and 282. torch itself would take the latter.
 KERNELS = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,

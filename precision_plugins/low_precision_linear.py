@@ -34,7 +34,7 @@ def swap_product(module: nn.Linear, product: Product) -> None:
     Its class becomes a subclass of what it was, so what the class says elsewhere, such as how weights are initialised,
     still holds.
     """
-    module.__class__ = _low_precision(type(module))
+    module.__class__ = _low_precision(type(module))  # type: ignore[arg-type]  # the class is hashed, not an instance
     assert isinstance(module, LowPrecisionLinear)
     module.product = product
 

@@ -54,7 +54,7 @@ def cast_parameters(root: nn.Module, dtype: torch.dtype, cast_inputs: Iterable[n
     for module in root.modules():
         names = tuple(name for name, p in module._parameters.items() if p is not None and p.is_floating_point())
         if names:
-            module.__class__ = _reading_casts(type(module), names)
+            module.__class__ = _reading_casts(type(module), names)  # type: ignore[arg-type]  # it is hashed itself
             module._casts = casts  # type: ignore[assignment]  # nn.Module declares its attributes as modules or tensors
     for module in cast_inputs:
         module.register_forward_pre_hook(functools.partial(_cast_inputs, dtype), with_kwargs=True)
@@ -75,7 +75,7 @@ def _cast(name: str) -> property:
         parameter, casts = module._parameters[name], module._casts
         if not casts.running or parameter is None:  # type: ignore[union-attr]  # it is a `Casts`
             return parameter
-        return parameter.to(casts.dtype)  # type: ignore[arg-type, union-attr]
+        return parameter.to(casts.dtype)  # type: ignore[arg-type]
 
     return property(get)
 
