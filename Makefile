@@ -10,6 +10,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
+# Each process that is started here imports torch: without the cached bytecode it compiles all of it again, for seconds.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: quickstart test clean
 
 quickstart: $(VENV)/.installed-quickstart

@@ -102,7 +102,7 @@ def _command(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=240,
         check=False,
     )
 

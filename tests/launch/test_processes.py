@@ -129,7 +129,7 @@ def run(project: Path, *command: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = (sys.executable, *command)
     return subprocess.run(
-        command, cwd=project, env=environment, capture_output=True, text=True, timeout=120, check=False
+        command, cwd=project, env=environment, capture_output=True, text=True, timeout=240, check=False
     )
 
 
