@@ -6,7 +6,9 @@ its own; its runs differ in precision alone. The text is the Python source of th
 """
 
 import argparse
+import itertools
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -18,13 +20,13 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor
 
-from benchmarks.training import environment, forget_earlier_runs
+from benchmarks.training import environment
 from models import AdamWConfig, CausalLM, LearningRateSchedule, TextDataModule, TransformerConfig
 from precision_plugins import CompileConfig, Float8Precision, MXFP8Precision, TitanPrecision
 from titan_strategy import TitanStrategy
 
 MODEL = TransformerConfig(
-    vocab_size=8192, dim=512, n_layers=12, n_heads=8, n_kv_heads=8, ffn_dim=2048, max_sequence_length=1024
+    vocab_size=8192, dim=768, n_layers=6, n_heads=12, n_kv_heads=12, ffn_dim=3072, max_sequence_length=1024
 )
 PEAK_LEARNING_RATE, WARM_UP = 1e-3, 100
 LAST = 100  # steps whose mean loss is compared
@@ -44,23 +46,28 @@ def precisions() -> dict[str, TitanPrecision]:
 
 
 class Losses(pl.Callback):
-    """The loss of every step, read when all is over."""
+    """Prints the loss of every step, in nats per token; read in portions, so that steps do not wait for it."""
 
     def __init__(self) -> None:
         self._losses: list[Tensor] = []
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: object) -> None:
         self._losses.append(trainer.callback_metrics["train/loss"].clone())
+        if len(self._losses) == 100:
+            self._print()
 
-    def values(self) -> list[float]:
-        """Nats per token."""
-        values: list[float] = torch.stack(self._losses).tolist()
-        return values
+    def on_train_end(self, *args: object) -> None:
+        if self._losses:
+            self._print()
+
+    def _print(self) -> None:
+        print(*torch.stack(self._losses).tolist(), sep="\n", flush=True)
+        self._losses.clear()
 
 
 def data(source: str, seed: int) -> TextDataModule:
     """Rows of 1024 tokens."""
-    return TextDataModule(source, sequence_length=1024, batch_size=BATCH_SIZE, seed=seed, num_workers=2)
+    return TextDataModule(source, sequence_length=1024, batch_size=BATCH_SIZE, seed=seed, num_workers=1)
 
 
 def write_python_sources(path: Path, megabytes: int) -> None:
@@ -76,28 +83,25 @@ def write_python_sources(path: Path, megabytes: int) -> None:
                 records.write(json.dumps({"text": text}) + "\n")
 
 
-def train(name: str, seed: int, steps: int, source: str) -> list[float]:
-    """The loss of each step."""
-    forget_earlier_runs()
-    losses = Losses()
+def train(name: str, seed: int, steps: int, source: str) -> None:
+    """Print the loss of each step."""
     trainer = pl.Trainer(
         accelerator="gpu",
         devices=1,
         strategy=TitanStrategy(seed=seed, precision_plugin=precisions()[name]),
         max_steps=steps,
         gradient_clip_val=1.0,
-        callbacks=[losses],
+        callbacks=[Losses()],
         logger=False,
         limit_val_batches=0,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        default_root_dir=f"runs/convergence/{seed}",
+        default_root_dir=f"runs/convergence/{name.split()[-1]}-{seed}",
     )
     schedule = LearningRateSchedule("cosine", WARM_UP)
     module = CausalLM(config=MODEL, optimizer=AdamWConfig(PEAK_LEARNING_RATE), schedule=schedule)
     trainer.fit(module, data(source, seed))
-    return losses.values()
 
 
 def compare(runs: dict[str, list[list[float]]]) -> dict[str, dict[str, Any]]:
@@ -136,39 +140,44 @@ def _smooth(seeds: list[list[float]], width: int = 20) -> list[float]:
     return [statistics.fmean(mean[i : i + width]) for i in range(0, len(mean) - width + 1, width)]
 
 
+def run_side_by_side(names: list[str], steps: int, folder: Path) -> dict[str, list[list[float]]]:
+    """The losses of each seed by name, from a process for each of them; `folder` keeps what was done if one fails."""
+    command = [sys.executable, "-m", "benchmarks.convergence", "--steps", str(steps)]
+    runs = list(itertools.product(names, SEEDS))
+    logs = [folder / (re.sub(r"\W+", "-", f"{name} seed {seed}") + ".txt") for name, seed in runs]
+    processes = [
+        subprocess.Popen([*command, "--only", name, "--seed", str(seed)], stdout=log.open("w"))
+        for (name, seed), log in zip(runs, logs, strict=True)
+    ]
+    codes = [process.wait() for process in processes]
+    if any(codes):
+        raise SystemExit("a run failed; its error stands above")
+    losses = [list(map(float, log.read_text().split())) for log in logs]
+    return {name: losses[i * len(SEEDS) : (i + 1) * len(SEEDS)] for i, name in enumerate(names)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--megabytes", type=int, default=60, help="of text")
     parser.add_argument("--only", nargs="+", choices=list(precisions()), default=list(precisions()))
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/convergence.json"))
+    parser.add_argument("--logs", type=Path, default=Path("runs/convergence"), help="folder for the losses of each run")
     parser.add_argument("--seed", type=int, help="run this one alone and print its losses")
     parser.add_argument("--plot", action="store_true", help="draw what --output holds")
     options = parser.parse_args()
     source = Path("runs/convergence/sources.jsonl")
     if options.seed is not None:
-        for name in options.only:
-            record = {"name": name, "losses": train(name, options.seed, options.steps, str(source))}
-            print(json.dumps(record), flush=True)
+        train(options.only[0], options.seed, options.steps, str(source))
         return
     if options.plot:
         plot(json.loads(options.output.read_text()), options.output.with_suffix(".png"))
         return
-    for folder in (source.parent, options.output.parent):
+    for folder in (source.parent, options.output.parent, options.logs):
         folder.mkdir(parents=True, exist_ok=True)
     write_python_sources(source, options.megabytes)
-    data(str(source), 0).prepare_data()  # once, before the seeds run side by side
-    command = [sys.executable, "-m", "benchmarks.convergence", "--steps", str(options.steps), "--only", *options.only]
-    logs = [options.output.with_suffix(f".seed{seed}.jsonl") for seed in SEEDS]  # kept if a later run fails
-    processes = [
-        subprocess.Popen([*command, "--seed", str(seed)], stdout=log.open("w"))
-        for seed, log in zip(SEEDS, logs, strict=True)
-    ]
-    codes = [process.wait() for process in processes]
-    if any(codes):
-        raise SystemExit("a seed failed; its error stands above")
-    seeds = [{run["name"]: run["losses"] for run in map(json.loads, log.read_text().splitlines())} for log in logs]
-    runs = {name: [losses[name] for losses in seeds] for name in options.only}
+    data(str(source), 0).prepare_data()  # once, before the runs begin side by side
+    runs = run_side_by_side(options.only, options.steps, options.logs)
     result = {
         "environment": environment(),
         "settings": {

@@ -48,12 +48,11 @@ KEEP = (
     "aten._grouped_mm.default",
     "aten._scaled_grouped_mm.default",
     "aten._scaled_grouped_mm_v2.default",
+    "precision_plugins.grouped_mm_float32.default",
     # Largest magnitudes, from which low precision takes its scales: tiny, and each reads a whole tensor.
     "aten.max.default",
     "aten.amax.default",
 )
-# Every other product of a dense block: half of their memory for half of their time (TorchTitan's rule).
-RECOMPUTE_EVERY = {"aten.mm.default": 2}
 
 
 @dataclass(frozen=True)
@@ -77,6 +76,8 @@ class ActivationCheckpointing:
             The default holds attention, communication, the choice of experts and matrix products.
         recompute_every: Exceptions from `keep`: of each operator here every n-th call in a block runs again, in the
             order of the block's forward. Each operator is counted by itself, so another one does not shift its turn.
+            None by default; `{"aten.mm.default": 2}` is TorchTitan's rule: half of the products' memory for half of
+            their time.
         memory_budget: For that mode, the memory for activations: 1 is what compiled code takes by itself, 0 is `full`.
 
     Raises:
@@ -86,7 +87,7 @@ class ActivationCheckpointing:
     mode: Mode = "none"
     every_n_blocks: int = 2
     keep: list[str] = field(default_factory=lambda: list(KEEP))
-    recompute_every: dict[str, int] = field(default_factory=lambda: dict(RECOMPUTE_EVERY))
+    recompute_every: dict[str, int] = field(default_factory=dict)
     memory_budget: float = 0.5
 
     def __post_init__(self) -> None:
@@ -100,7 +101,7 @@ class ActivationCheckpointing:
         for name, every in self.recompute_every.items():
             if every < 1:
                 raise ValueError(f"activation_checkpointing.recompute_every: {name}={every} must be at least 1.")
-            if name not in self.keep and name not in RECOMPUTE_EVERY:
+            if name not in self.keep:
                 raise ValueError(
                     f"activation_checkpointing.recompute_every names {name}, which activation_checkpointing.keep does "
                     "not, so every call of it runs again anyway. Add it there, or leave it out here."

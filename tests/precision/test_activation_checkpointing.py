@@ -100,13 +100,15 @@ def test_memory_and_products_of_each_mode() -> None:
     every, half = products_and_bytes(mode="every_n_blocks")
     every_third, more = products_and_bytes(mode="every_n_blocks", every_n_blocks=3)
     selective, some = products_and_bytes(mode="selective")
+    halved, less = products_and_bytes(mode="selective", recompute_every={MM: 2})
     assert none == 3 * (4 * PRODUCTS + 1)  # forward, and two gradients; the head is not in a block
     # The last product of a block is not needed again.
     assert full - none == 4 * (PRODUCTS - 1)
     assert every - none == 2 * (PRODUCTS - 1)
     assert every_third - none == PRODUCTS - 1
-    assert selective - none == 4 * (PRODUCTS // 2)
-    assert least < some < most
+    assert selective == none
+    assert halved - none == 4 * (PRODUCTS // 2)
+    assert least < less < some < most
     assert least < half < more < most
 
 
