@@ -163,10 +163,17 @@ def test_a_block_with_experts_is_several_graphs_around_its_router() -> None:
     assert graphs.runs == 2 * (1 + 3)
 
 
-@pytest.mark.parametrize(("mode", "again"), [("full", PRODUCTS - 1), ("selective", PRODUCTS // 2)])
-def test_graphs_compute_again_what_the_mode_says(mode: str, again: int) -> None:
+@pytest.mark.parametrize(
+    ("mode", "options", "again"),
+    [
+        ("full", {}, PRODUCTS - 1),  # all but the last, whose output nothing reads
+        ("selective", {}, 0),
+        ("selective", {"recompute_every": {"aten.mm.default": 2}}, PRODUCTS // 2),
+    ],
+)
+def test_graphs_compute_again_what_the_mode_says(mode: str, options: dict[str, Any], again: int) -> None:
     graphs = Graphs()
-    gradients(change(build(2), graphs, mode))
+    gradients(change(build(2), graphs, mode, **options))
     assert graphs.products_of_backward == [2 * PRODUCTS + again]
 
 
