@@ -34,7 +34,8 @@ def test_the_default_trains_on_real_text(tmp_path: Path) -> None:
     assert batch["tokens"].shape == batch["labels"].shape == (8, 1024)
     assert torch.equal(batch["tokens"][:, 1:], batch["labels"][:, :-1])
     text = data.encoder.decode(data.train_rows[0]["tokens"].tolist())
-    assert next(StandardLibrary().documents()).startswith(text[:500])
+    first = next(document for document in StandardLibrary().documents() if document)  # which may start with empty files
+    assert first.startswith(text[:500])
 
 
 def test_tokens_are_written_once(make_data: MakeData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
