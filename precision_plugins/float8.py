@@ -22,8 +22,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import linear
+from torch.nn.functional import pad
 
+from precision_plugins.float8_weight import Float8Weight
 from precision_plugins.products import multiply
 
 Float8Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
@@ -37,16 +38,16 @@ def float8_linear(x: Tensor, weight: Tensor, recipe: Float8Recipe) -> Tensor:
 
     Args:
         x: (..., K); bfloat16 or float32.
-        weight: (N, K).
+        weight: (N, K). One that was gathered in Float8 is taken as it is, with the recipe "tensorwise".
         recipe: See the module.
 
     Returns:
         (..., N) in x's dtype.
     """
-    if x.numel() == 0:  # there is no largest number to scale by
-        return linear(x, weight)
-    y: Tensor = _Float8Product.apply(x.reshape(-1, x.shape[-1]), weight, None, recipe)
-    return y.reshape(*x.shape[:-1], weight.shape[0])
+    rows = x.reshape(-1, x.shape[-1])
+    missing = int(rows.shape[0] == 0)  # without any there is no largest number to scale by: add one of zeros
+    y: Tensor = _Float8Product.apply(pad(rows, (0, 0, 0, 1)) if missing else rows, weight, None, recipe)
+    return y[missing:].reshape(*x.shape[:-1], weight.shape[0])
 
 
 def float8_grouped_mm(rows: Tensor, weights: Tensor, offsets: Tensor, recipe: Float8Recipe) -> Tensor:
@@ -87,7 +88,7 @@ class _Float8Product(torch.autograd.Function):
         ctx.save_for_backward(rows if weight_needs_gradient else None, weight if rows_need_gradient else None, offsets)
         ctx.recipe = recipe
         dims = _WHOLE if recipe == "tensorwise" else _ROWS
-        a, b = _fake_quantize(rows, dims, recipe, offsets), _fake_quantize(weight, dims, recipe)
+        a, b = _fake_quantize(rows, dims, recipe, offsets), _rounded_weight(weight, dims, recipe)
         return _multiply(a, b.mT, offsets, recipe, rows.dtype)
 
     @staticmethod
@@ -100,7 +101,7 @@ class _Float8Product(torch.autograd.Function):
         rows_gradient = weight_gradient = None
         if weight is not None:
             a = _fake_quantize(gradient, _WHOLE if whole else _ROWS, recipe, offsets, dtype)  # (M, N)
-            b = _fake_quantize(weight, _COLUMNS if recipe == "rowwise" else _WHOLE, recipe)
+            b = _rounded_weight(weight, _COLUMNS if recipe == "rowwise" else _WHOLE, recipe)
             rows_gradient = _multiply(a, b, offsets, recipe, gradient.dtype)
         if rows is not None and recipe == "rowwise_with_gw_hp":
             gradient, rows = gradient.contiguous(), rows.contiguous()  # as grouped products demand
@@ -110,6 +111,30 @@ class _Float8Product(torch.autograd.Function):
             a, b = _fake_quantize(gradient, dims, recipe, offsets, dtype), _fake_quantize(rows, dims, recipe, offsets)
             weight_gradient = _multiply(a.T, b, offsets, recipe, gradient.dtype)
         return rows_gradient, weight_gradient, None, None
+
+
+def scale_of(largest: Tensor, recipe: Float8Recipe, dtype: torch.dtype) -> Tensor:
+    """What to multiply by so that `largest` becomes the largest number of `dtype`; the same shape, float32."""
+    # In float64, because compiled and eager code divide differently in float32.
+    scale = (torch.finfo(dtype).max / largest.double().clamp(min=_SMALLEST_MAXIMUM)).float()
+    return scale if recipe == "tensorwise" else scale.log2().floor().exp2()
+
+
+def round_to_float8(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x * scale` in the 8-bit `dtype`, row-major.
+
+    Args:
+        x: Any shape.
+        scale: float32; of as many dimensions as x, or the product would be rounded to x's dtype first.
+        dtype: Of the result.
+    """
+    limit = torch.finfo(dtype).max  # casts beyond the range give NaN or infinity up to torch 2.11
+    # Row-major, because grouped products refuse other strides, and at this point it costs no pass of its own.
+    return (x * scale).clamp(-limit, limit).to(dtype, memory_format=torch.contiguous_format)
+
+
+def _rounded_weight(weight: Tensor, dims: tuple[int, ...], recipe: Float8Recipe) -> Tensor:
+    return weight.rounded() if isinstance(weight, Float8Weight) else _fake_quantize(weight, dims, recipe)
 
 
 def _fake_quantize(
@@ -132,25 +157,15 @@ def _fake_quantize(
         x's shape, float32, row-major.
     """
     if offsets is None or -2 not in dims:
-        scale = _scale(x.abs().amax(dims, keepdim=True), recipe, dtype)
+        scale = scale_of(x.abs().amax(dims, keepdim=True), recipe, dtype)
     else:
         each = x.abs().amax(-1, keepdim=True) if -1 in dims else x.abs()  # (M, 1) or (M, K)
         expert = torch.searchsorted(offsets, torch.arange(x.shape[0], device=x.device, dtype=offsets.dtype), right=True)
         # The rows after the last group become a group of their own, so that what is in them stays there.
         largest = each.new_zeros(offsets.shape[0] + 1, each.shape[1])
         largest = largest.scatter_reduce(0, expert[:, None].expand_as(each), each, "amax")
-        scale = _scale(largest, recipe, dtype)[expert]
-    limit = torch.finfo(dtype).max  # casts beyond the range give NaN or infinity up to torch 2.11
-    # Row-major, because grouped products refuse other strides, and at this point it costs no pass of its own.
-    scaled = (x * scale).clamp(-limit, limit).to(dtype, memory_format=torch.contiguous_format)
-    return scaled.float() / scale
-
-
-def _scale(largest: Tensor, recipe: Float8Recipe, dtype: torch.dtype) -> Tensor:
-    """What to multiply by so that `largest` becomes the largest number of `dtype`; the same shape, float32."""
-    # In float64, because compiled and eager code divide differently in float32.
-    scale = (torch.finfo(dtype).max / largest.double().clamp(min=_SMALLEST_MAXIMUM)).float()
-    return scale if recipe == "tensorwise" else scale.log2().floor().exp2()
+        scale = scale_of(largest, recipe, dtype)[expert]
+    return round_to_float8(x, scale, dtype).float() / scale
 
 
 def _multiply(a: Tensor, b: Tensor, offsets: Tensor | None, recipe: Float8Recipe, dtype: torch.dtype) -> Tensor:

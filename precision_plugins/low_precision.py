@@ -1,12 +1,14 @@
 """`MXFP8Precision` and `Float8Precision`: matrix products in low precision, the rest as `TitanPrecision` has it."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from torch import nn
 from typing_extensions import override
@@ -14,6 +16,7 @@ from typing_extensions import override
 from precision_plugins.activation_checkpointing import ActivationCheckpointing
 from precision_plugins.compile import CompileConfig
 from precision_plugins.float8 import Float8Recipe
+from precision_plugins.float8_all_gather import Float8AllGather
 from precision_plugins.low_precision_linear import has_product_of_its_own, swap_product
 from precision_plugins.manifest import Manifest, ManifestEntry
 from precision_plugins.recipes import OLD_NAMES, MXFP8Recipe, Recipe, choose
@@ -80,6 +83,7 @@ class LowPrecision(TitanPrecision):
         self.pad = pad
         self.manifest: Manifest | None = None
         self._local_shapes: Mapping[nn.Module, tuple[int, ...]] = {}
+        self._shards = 1
         self._recipe: Recipe | None = None
 
     @property
@@ -98,8 +102,9 @@ class LowPrecision(TitanPrecision):
         self._recipe = recipe
 
     @override
-    def use_local_shapes(self, shapes: Mapping[nn.Module, tuple[int, ...]]) -> None:
+    def use_local_shapes(self, shapes: Mapping[nn.Module, tuple[int, ...]], shards: int) -> None:
         self._local_shapes = shapes
+        self._shards = shards
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -256,13 +261,17 @@ class Float8Precision(LowPrecision):
         grouped_experts: Whether the grouped products of experts are. Off by default: on one H200 the row-wise kernel
             ran at 0.81 of the bf16 one's speed (16 experts, 16384 x 2048 x 4096).
         pad: What the rows of each expert are filled up to a multiple of; None for 16.
+        float8_all_gather: With the recipe `"tensorwise"`, let FSDP2 gather the weights of converted linear maps in
+            Float8: half of the bytes, and the same numbers bit for bit. A weight that several modules share, and all
+            weights of a run on one rank, are gathered as ever.
         precision: Dtypes of everything else.
         activation_checkpointing: What each block keeps for its backward pass.
         compile: How the blocks are compiled; None for not at all. Without, casting costs more than products gain.
         gradient_norm_type: Order of the gradient norm.
 
     Raises:
-        ValueError: If the recipe is unknown, or `pad` is not a multiple of what it needs.
+        ValueError: If the recipe is unknown, `pad` is not a multiple of what it needs, or `float8_all_gather` is asked
+            of another recipe than "tensorwise".
     """
 
     recipes = get_args(Float8Recipe)
@@ -275,6 +284,7 @@ class Float8Precision(LowPrecision):
         linears: bool = True,
         grouped_experts: bool = False,
         pad: int | None = None,
+        float8_all_gather: bool = False,
         precision: PrecisionName = "bf16-mixed",
         activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing(),
         compile: CompileConfig | None = None,
@@ -292,6 +302,62 @@ class Float8Precision(LowPrecision):
             compile,
             gradient_norm_type,
         )
+        if float8_all_gather and recipe != "tensorwise":
+            raise ValueError(
+                f"float8_all_gather=True: recipe={recipe!r} scales rows, and its backward pass needs other scales than "
+                "its forward. Use recipe='tensorwise', or float8_all_gather=False."
+            )
+        if float8_all_gather and not linears:
+            raise ValueError("float8_all_gather=True is for linear maps, and linears=False leaves them as they are.")
+        self.float8_all_gather = float8_all_gather
+        self._gathered: set[str] = set()
+
+    @property
+    @override
+    def description(self) -> str:
+        return f"{super().description}{', gathered in Float8' if self.float8_all_gather else ''}"
+
+    @override
+    def check_cpu_offload(self) -> None:
+        if self.float8_all_gather:
+            raise ValueError(
+                "cpu_offload=True: the gathers of float8_all_gather=True start from parameters on the GPU. Turn one of "
+                "them off."
+            )
+
+    @override
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        super().convert_module(module)
+        if self.float8_all_gather and self._shards > 1:
+            self._choose_gathered(module)
+        return module
+
+    @override
+    def prepare_gathers(self, module: nn.Module, shards: dist.ProcessGroup) -> Callable[[], None]:
+        weights = [child.weight for name, child in module.named_modules() if name in self._gathered]
+        if not weights:
+            return super().prepare_gathers(module, shards)
+        return Float8AllGather(weights, shards, self.compute_dtype).refresh
+
+    def _choose_gathered(self, module: nn.Module) -> None:
+        """Note, here and in the manifest, whose weights are gathered in Float8: those that nothing else uses."""
+        assert self.manifest is not None
+        uses = Counter(parameter for _, parameter in module.named_parameters(remove_duplicate=False))
+        linears = (entry for entry in self.manifest.converted if entry.kind == "linear")
+        chosen = [entry for entry in linears if uses[module.get_submodule(entry.name).weight] == 1]  # type: ignore[index]
+        for entry in chosen:
+            if entry.shape[0] % self._shards:
+                raise ValueError(
+                    f"float8_all_gather=True: data_parallel_shard_size={self._shards} does not divide the "
+                    f"{entry.shape[0]} rows of {entry.name} on a rank. Name it in filter_fqns, or set "
+                    "float8_all_gather=False."
+                )
+        self._gathered = {entry.name for entry in chosen}
+        entries = [
+            replace(entry, recipe=f"{entry.recipe}, gathered in Float8") if entry.name in self._gathered else entry
+            for entry in self.manifest.entries
+        ]
+        self.manifest = replace(self.manifest, entries=entries)
 
 
 @rank_zero_only

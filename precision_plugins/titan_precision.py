@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import nn
@@ -100,8 +101,16 @@ class TitanPrecision(Precision):
     def use_device(self, device: torch.device) -> None:
         """Take the device of the run, before the model is converted, and raise ValueError if it will not do."""
 
-    def use_local_shapes(self, shapes: Mapping[nn.Module, tuple[int, ...]]) -> None:
-        """Take the shapes (out, in) of those weights that tensor parallelism will split, as a rank will hold them."""
+    def check_cpu_offload(self) -> None:
+        """Raise ValueError if parameters cannot lie in host memory."""
+
+    def use_local_shapes(self, shapes: Mapping[nn.Module, tuple[int, ...]], shards: int) -> None:
+        """Take how the weights will be split.
+
+        Args:
+            shapes: (out, in) of those that tensor parallelism splits, as a rank multiplies them.
+            shards: The number of ranks over which FSDP2 then divides the rows of each.
+        """
 
     def report(self, folder: Path) -> None:
         """Tell the user what was converted, on the terminal and in `folder`."""
@@ -144,6 +153,18 @@ class TitanPrecision(Precision):
         if self.compile is not None and self.compile.loss:
             loss: Callable[..., Any] = module.token_loss  # type: ignore[assignment]  # it is a method
             setattr(module, "token_loss", self.compile.compiled_loss(loss))  # noqa: B010
+
+    def prepare_gathers(self, module: nn.Module, shards: dist.ProcessGroup) -> Callable[[], None]:
+        """Change how the parameters of `module`, which FSDP2 has split and which have values, are gathered.
+
+        Args:
+            module: The converted one, or what this rank has of it.
+            shards: The ranks that share one copy of the parameters.
+
+        Returns:
+            What all ranks call when parameters have changed, before the next forward.
+        """
+        return lambda: None
 
     def use_gradient_clipper(self, clip: GradientClipper) -> None:
         """Take the function that clips over the whole mesh; the strategy hands it in, for it alone knows the mesh."""

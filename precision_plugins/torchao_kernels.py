@@ -6,12 +6,14 @@ says so: a run that was asked for low precision never continues without it. The 
 
 import importlib.util
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from precision_plugins.float8 import Float8Recipe
+from precision_plugins.float8_weight import Float8Weight
 from precision_plugins.low_precision_linear import Product
 from precision_plugins.mx import ScaleRounding
 
@@ -79,12 +81,29 @@ def float8_linear_kernel(recipe: Float8Recipe) -> Product:
     """Float8 product on Ada and Hopper."""
     from torchao.float8 import Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
+    from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
 
     config = Float8LinearConfig.from_recipe_name(recipe)
     with torch.device("meta"):
         mm_config = Float8Linear(16, 16, bias=False, config=config).linear_mm_config
 
+    class ToTorchao(torch.autograd.Function):
+        """A weight gathered in Float8 as the class that torchao takes for one that it has cast itself."""
+
+        @staticmethod
+        def forward(ctx: Any, weight: Float8Weight) -> Tensor:
+            scaled: Tensor = Float8TrainingTensor(
+                weight.payload, weight.scale, weight.dtype, mm_config, GemmInputRole.WEIGHT
+            )
+            return scaled
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return gradient
+
     def product(x: Tensor, weight: Tensor) -> Tensor:
+        if isinstance(weight, Float8Weight):
+            weight = ToTorchao.apply(weight)
         output: Tensor = matmul_with_hp_or_float8_args.apply(x, weight.t(), mm_config, config)
         return output
 

@@ -1,5 +1,6 @@
 """The order in which a meta model becomes a split, sharded and initialised one."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +27,7 @@ from titan_strategy.mesh import ParallelMesh, ParallelSizes
 from titan_strategy.module import TitanModule
 from titan_strategy.pipeline_parallel import Pipeline
 from titan_strategy.pipeline_split import PipelineConfig, assign_modules, stage_view
-from titan_strategy.plan import ParallelPlan
+from titan_strategy.plan import ParallelPlan, TensorParallelStyle
 from titan_strategy.single_rank import Casts, cast_parameters
 from titan_strategy.tensor_parallel import apply_tensor_parallel, local_weight_shapes, resolve_styles
 from titan_strategy.tied import check_tied, tied_names
@@ -58,6 +59,7 @@ class Split:
     layout: Layout
     precision: str
     roots: list[nn.Module]  # the modules whose forward starts the units: one, or one for each pipeline stage of a rank
+    parameters_changed: Callable[[], None]  # all ranks call it when they have, before the next forward
     casts: Casts | None = None  # of a rank alone
 
     def during_backward(self) -> AbstractContextManager[None]:
@@ -113,10 +115,7 @@ def parallelize(
     root, plan = root_and_plan(module, plan)
     check_plan(module, plan, mesh.sizes)
     _spread_real_values(module, device)
-    styles = resolve_styles(root, plan) if plan is not None and mesh.sizes.tensor > 1 else {}
-    precision.use_device(device)
-    precision.use_local_shapes(local_weight_shapes(styles, mesh.sizes.tensor))
-    precision.convert_module(module)
+    styles = convert(module, root, plan, mesh.sizes, precision, device)
     tied = tied_names(module)
     units = find_units(root, plan)
     precision.check_blocks(units.blocks)
@@ -142,9 +141,31 @@ def parallelize(
         average_experts(units.experts, mesh.sizes.data_ranks)
     materialize(module, torch.device("cpu") if layout.cpu_offload else device, scratch_device=device, seed=seed)
     _place_metrics(module, device, mesh.data_group)
-    split = Split(layout, precision.description, roots, casts)
+    changed = precision.prepare_gathers(module, mesh.fsdp.get_group(-1)) if casts is None else lambda: None
+    split = Split(layout, precision.description, roots, changed, casts)
     module._split = split  # type: ignore[assignment]  # no tensor, no module
     return split
+
+
+def convert(
+    module: pl.LightningModule,
+    root: nn.Module,
+    plan: ParallelPlan | None,
+    sizes: ParallelSizes,
+    precision: TitanPrecision,
+    device: torch.device,
+) -> dict[nn.Module, TensorParallelStyle]:
+    """Give a model that is still whole its dtypes and its low-precision products, in place.
+
+    Returns:
+        The style of each module that tensor parallelism is going to split.
+    """
+    assert isinstance(sizes.shard, int), "sizes must be resolved against the world size first"
+    styles = resolve_styles(root, plan) if plan is not None and sizes.tensor > 1 else {}
+    precision.use_device(device)
+    precision.use_local_shapes(local_weight_shapes(styles, sizes.tensor), sizes.shard)
+    precision.convert_module(module)
+    return styles
 
 
 def _is_alone(module: pl.LightningModule, layout: Layout, precision: TitanPrecision) -> bool:

@@ -18,7 +18,7 @@ from titan_strategy.dimensions import Dimension
 from titan_strategy.expert_parallel import check_experts
 from titan_strategy.mesh import ParallelSizes
 from titan_strategy.module import TitanModule
-from titan_strategy.parallelize import check_module, check_plan, divide_model, is_split, root_and_plan
+from titan_strategy.parallelize import check_module, check_plan, convert, divide_model, is_split, root_and_plan
 from titan_strategy.pipeline_split import PipelineConfig
 from titan_strategy.plan import ParallelPlan
 from titan_strategy.tensor_parallel import resolve_styles
@@ -35,6 +35,7 @@ class Request:
     pipeline: PipelineConfig
     sequence_parallel: bool
     plan: ParallelPlan | None
+    cpu_offload: bool
 
 
 def preflight(
@@ -72,7 +73,7 @@ def preflight(
         with problems.collected():
             _check_schedule(trainer, request)
     with problems.collected():
-        _check_precision(trainer)
+        _check_precision(trainer, request)
     if not is_split(module):
         _check_model(trainer, module, request, problems)
     problems.raise_if_any()
@@ -149,11 +150,20 @@ def _check_experts(experts: Dimension | None, size: int) -> None:
         )
 
 
-def _check_precision(trainer: pl.Trainer) -> None:
-    """Whether the hardware runs the recipe; `titan check` may stand on another machine than the run will."""
-    device, precision = trainer.strategy.root_device, trainer.precision_plugin
-    if isinstance(precision, TitanPrecision) and (device.type != "cuda" or torch.cuda.is_available()):
-        precision.use_device(device)
+def _check_precision(trainer: pl.Trainer, request: Request) -> None:
+    """Whether the hardware runs the recipe."""
+    precision = trainer.precision_plugin
+    if not isinstance(precision, TitanPrecision):
+        return
+    if _stands_on_the_device(trainer):
+        precision.use_device(trainer.strategy.root_device)
+    if request.cpu_offload:
+        precision.check_cpu_offload()
+
+
+def _stands_on_the_device(trainer: pl.Trainer) -> bool:
+    """`titan check` may stand on another machine than the run will."""
+    return trainer.strategy.root_device.type != "cuda" or torch.cuda.is_available()
 
 
 def _check_sequence(datamodule: pl.LightningDataModule | None, request: Request) -> None:
@@ -219,18 +229,22 @@ def _check_model(trainer: pl.Trainer, module: pl.LightningModule, request: Reque
         with problems.collected():
             check_plan(module, request.plan, request.sizes)
         return
-    sizes = request.sizes
+    sizes, thrown_away = request.sizes, module.model is None
     with built_on_meta(trainer, module), problems.collected():
         check_module(module)
         root, plan = root_and_plan(module, request.plan)
         check_plan(module, plan, sizes)
-        if plan is None:
-            return
-        with problems.collected():
-            units, dimensions = find_units(root, plan), module.dimensions()
-            if dimensions is None or dimensions.experts is None:  # else they are checked by the argument's name
-                check_experts(units.experts, sizes.expert)
-            if sizes.pipeline > 1:
-                divide_model(root, plan, sizes.pipeline, request.pipeline)
-        if sizes.tensor > 1:
+        units = find_units(root, plan)
+        if plan is not None:
+            with problems.collected():
+                dimensions = module.dimensions()
+                if dimensions is None or dimensions.experts is None:  # else they are checked by the argument's name
+                    check_experts(units.experts, sizes.expert)
+                if sizes.pipeline > 1:
+                    divide_model(root, plan, sizes.pipeline, request.pipeline)
+        precision = trainer.precision_plugin
+        if thrown_away and isinstance(precision, TitanPrecision) and _stands_on_the_device(trainer):
+            precision.check_blocks(units.blocks)
+            convert(module, root, plan, sizes, precision, trainer.strategy.root_device)
+        elif plan is not None and sizes.tensor > 1:
             resolve_styles(root, plan)

@@ -164,7 +164,7 @@ class TitanStrategy(MeshStrategy):
     def request(self) -> Request:
         """What is to be done with the model, as far as it is known before processes start."""
         sizes = self._sizes.resolve(self.num_nodes * self.num_processes)
-        return Request(sizes, self._pipeline, self._sequence_parallel, self._plan)
+        return Request(sizes, self._pipeline, self._sequence_parallel, self._plan, self._cpu_offload)
 
     @override
     def _configure_launcher(self) -> None:
@@ -288,11 +288,6 @@ class TitanStrategy(MeshStrategy):
     # -- Training ------------------------------------------------------------------------------------------------------
 
     @override
-    def on_train_start(self) -> None:
-        if self._token_loss is not None:
-            self._token_loss.reset()
-
-    @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self._pending_rng is not None:
             # Only now: starting the loaders has drawn from the global generators since the checkpoint was read.
@@ -360,7 +355,37 @@ class TitanStrategy(MeshStrategy):
         elif limit > 0:
             gradients.clip_by_value(parameters, limit)
 
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().optimizer_step(*args, **kwargs)
+        self._parameters_changed()
+        return output
+
+    def _parameters_changed(self) -> None:
+        assert self._split is not None
+        self._split.parameters_changed()
+
     # -- Evaluation ----------------------------------------------------------------------------------------------------
+
+    # Whoever loads weights or takes averaged ones for an evaluation does so in hooks that come before these.
+
+    @override
+    def on_train_start(self) -> None:
+        if self._token_loss is not None:
+            self._token_loss.reset()
+        self._parameters_changed()
+
+    @override
+    def on_validation_start(self) -> None:
+        self._parameters_changed()
+
+    @override
+    def on_test_start(self) -> None:
+        self._parameters_changed()
+
+    @override
+    def on_predict_start(self) -> None:
+        self._parameters_changed()
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -375,6 +400,7 @@ class TitanStrategy(MeshStrategy):
     @override
     def on_validation_end(self) -> None:
         reshard(self._roots())  # whoever looks at the parameters next finds the shards, in their storage dtype
+        self._parameters_changed()  # averaged weights have been put away again
 
     @override
     def on_test_end(self) -> None:

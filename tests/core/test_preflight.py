@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from models import CausalLM, MoEConfig
+from precision_plugins import ActivationCheckpointing, Float8Precision, MXFP8Precision, TitanPrecision
 from tests.core.modules import Language
 from titan_strategy import ParallelPlan, PipelineConfig, TitanStrategy
 from titan_strategy.preflight import preflight
@@ -274,6 +275,47 @@ def test_fit_refuses_before_it_starts_processes(monkeypatch: pytest.MonkeyPatch)
     data.sequence_length = 31  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match=r"data\.sequence_length=31 is not divisible by tensor_parallel_size=2"):
         trainer(2, tensor_parallel_size=2).fit(causal_lm(), datamodule=data)
+
+
+@pytest.mark.parametrize(
+    ("plugin", "dim", "ranks", "tensor", "message"),
+    [
+        (
+            MXFP8Precision(emulate=True, filter_fqns=["wx"]),
+            64,
+            1,
+            1,
+            "filter_fqns: 'wx' matches none of model.layers.*",
+        ),
+        (MXFP8Precision(emulate=True), 64, 4, 4, "MXFP8Precision converts nothing of CausalLM:"),
+        (
+            Float8Precision(emulate=True, float8_all_gather=True),
+            48,
+            32,
+            1,
+            "float8_all_gather=True: data_parallel_shard_size=32 does not divide the 48 rows of "
+            "model.layers.0.attention.wq on a rank.",
+        ),
+        (
+            TitanPrecision(activation_checkpointing=ActivationCheckpointing("every_n_blocks", every_n_blocks=2)),
+            64,
+            1,
+            1,
+            "",
+        ),
+    ],
+    ids=["filter", "nothing-fits", "rows", "works"],
+)
+def test_precision_is_tried_on_the_meta_device(
+    plugin: TitanPrecision, dim: int, ranks: int, tensor: int, message: str
+) -> None:
+    module = causal_lm(n_layers=2, dim=dim)
+    options = {"tensor_parallel_size": tensor, "precision_plugin": plugin}
+    if message:
+        assert refused(module, ranks, **options).startswith(message)
+    else:
+        preflight(trainer(ranks, **options), module)
+    assert module.model is None
 
 
 def test_what_works_passes_and_leaves_no_model_behind() -> None:

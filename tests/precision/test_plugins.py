@@ -95,7 +95,7 @@ def test_what_is_left_alone_can_be_chosen(options: dict[str, Any], name: str, re
 def test_sizes_count_as_a_rank_will_hold_them() -> None:
     module = Net()
     plugin = emulated()
-    plugin.use_local_shapes({module.model.layers["0"].attention.wo: (64, 16)})
+    plugin.use_local_shapes({module.model.layers["0"].attention.wo: (64, 16)}, shards=1)
     recipe, reason = convert(plugin, module)["model.layers.0.attention.wo"]
     assert (recipe, reason) == (None, "in_features 16 on a rank, not a multiple of 32")
 
