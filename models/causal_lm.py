@@ -126,6 +126,10 @@ class CausalLM(TitanModule):
         return ModelDimensions(split=tuple(split), vocabulary=dimension("vocab_size"), experts=experts)
 
     @override
+    def flops_per_token(self, sequence_length: int) -> int:
+        return self.config.flops_per_token(sequence_length)
+
+    @override
     def check_setup(self, trainer: pl.Trainer, datamodule: pl.LightningDataModule | None) -> None:
         section = self._section
         sequence_length = getattr(datamodule, "sequence_length", None)

@@ -67,6 +67,10 @@ class TitanModule(pl.LightningModule):
         """The sizes that a layout must divide, for the checks before a run; None leaves them unchecked."""
         return None
 
+    def flops_per_token(self, sequence_length: int) -> int | None:
+        """Floating-point operations of forward and backward for each token, for `titan bench`; None if not known."""
+        return None
+
     def check_setup(self, trainer: pl.Trainer, datamodule: pl.LightningDataModule | None) -> None:
         """Raise ValueError for what cannot work. Called before processes start, when no model exists yet."""
 

@@ -44,14 +44,14 @@ class Throughput(Callback):
         if self._window_start is None:
             self._window_start, self._units = time.perf_counter(), 0
             return
-        units, unit = _batch_size(batch)
-        self._units += units * _data_ranks(trainer)
+        units, unit = batch_size(batch)
+        self._units += units * data_ranks(trainer)
         step = trainer.global_step
         interval: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # the Trainer sets it undeclared
         if step == self._logged_step or step % interval:
             return
         now = time.perf_counter()
-        rate, memory = self._units / (now - self._window_start), _memory_gib(pl_module.device)
+        rate, memory = self._units / (now - self._window_start), memory_gib(pl_module.device)
         pl_module.log_dict({f"train/{unit}_per_second": rate, "train/memory_gib": memory})
         pl_module.log_dict({f"{unit}/s": rate, "GiB": memory}, logger=False, prog_bar=True)
         self._window_start, self._units, self._logged_step = now, 0, step
@@ -66,7 +66,7 @@ class Throughput(Callback):
             self._window_start += time.perf_counter() - self._validation_start
 
 
-def _batch_size(batch: Any) -> tuple[int, str]:
+def batch_size(batch: Any) -> tuple[int, str]:
     """Number of units in this rank's batch, and what they are."""
     if isinstance(batch, Mapping) and isinstance(batch.get("tokens"), Tensor):
         return batch["tokens"].numel(), "tokens"
@@ -86,12 +86,12 @@ def _tensors(batch: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-def _data_ranks(trainer: Trainer) -> int:
+def data_ranks(trainer: Trainer) -> int:
     """Ranks with different data: not the world where several ranks share a batch."""
     return (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
 
 
-def _memory_gib(device: torch.device) -> float:
+def memory_gib(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device) / _GIB
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2): bytes on macOS, KiB on Linux

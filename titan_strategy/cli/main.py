@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
 import titan_strategy  # noqa: F401  # registers strategy="titan"
-from titan_strategy import parity
+from titan_strategy import bench, parity
 from titan_strategy.cli.check import check
 from titan_strategy.cli.devices import absent_gpus
 from titan_strategy.cli.parser import ConfigOrPreset, TitanParser, cause_of
@@ -27,7 +27,7 @@ from titan_strategy.cli.subcommands import TrainerWithSubcommands
 
 _DEFAULT_LOGGER = {"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "."}}
 
-# `parity` makes its own trainers; the one that Lightning insists on must work on any machine.
+# `parity` and `bench` make trainers elsewhere; the one that Lightning insists on must work on any machine.
 _ANY_TRAINER = {
     "accelerator": "cpu",
     "devices": 1,
@@ -37,6 +37,9 @@ _ANY_TRAINER = {
     "plugins": None,
     "callbacks": None,
 }
+
+
+_OWN = ("check", "parity", "bench")  # subcommands that Lightning does not have
 
 
 def main(args: ArgsType = None) -> None:
@@ -50,7 +53,7 @@ def main(args: ArgsType = None) -> None:
 
 
 class TitanCLI(LightningCLI):
-    """`fit`, `validate`, `test`, `predict`, `check` and `parity`. Model and data are named by `class_path`."""
+    """`fit`, `validate`, `test`, `predict`, `check`, `parity` and `bench`. Model and data are named by `class_path`."""
 
     def __init__(self, args: ArgsType = None) -> None:
         super().__init__(
@@ -72,7 +75,7 @@ class TitanCLI(LightningCLI):
     @override
     def subcommands() -> dict[str, set[str]]:
         own = {"model", "datamodule"}
-        return LightningCLI.subcommands() | {"check": own, "parity": own}
+        return LightningCLI.subcommands() | {"check": own, "parity": own, "bench": own}
 
     @override
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
@@ -88,17 +91,17 @@ class TitanCLI(LightningCLI):
 
     @override
     def before_instantiate_classes(self) -> None:
-        if self.subcommand not in ("check", "parity"):
+        if self.subcommand not in _OWN:
             return
-        trainer = self.config[self.subcommand].trainer
-        trainer.logger = False  # some begin to talk to a server when they are built
-        if self.subcommand == "parity":
-            self._of_parity = self.config.parity.clone()
-            trainer.update(Namespace(**_ANY_TRAINER))
+        settings = self.config[self.subcommand]
+        self._as_given = settings.clone()
+        settings.trainer.logger = False  # some begin to talk to a server when they are built
+        if self.subcommand != "check":
+            settings.trainer.update(Namespace(**_ANY_TRAINER))
 
     @override
     def instantiate_classes(self) -> None:
-        if self.subcommand in ("check", "parity"):
+        if self.subcommand in _OWN:
             with self._refusing(ValueError, MisconfigurationException):
                 super().instantiate_classes()
             return
@@ -140,7 +143,7 @@ class TitanCLI(LightningCLI):
         """Run `titan parity`."""
         outcomes = []
         with self._refusing(parity.ParityError):
-            recipe, wanted = parity.Recipe.from_config(self._of_parity, steps), parity.parse_layouts(layouts)
+            recipe, wanted = parity.Recipe.from_config(self._as_given, steps), parity.parse_layouts(layouts)
             sys.stdout.write(parity.header(wanted) + "\n")
             for outcome in parity.compare_layouts(recipe, wanted, steps, tolerance, timeout):
                 outcomes.append(outcome)
@@ -149,6 +152,40 @@ class TitanCLI(LightningCLI):
         if json is not None:
             _write_json(json, parity.to_json(outcomes, steps, tolerance))
         sys.exit(parity.exit_code(outcomes))
+
+    def bench(
+        self,
+        model: LightningModule,
+        compare: list[str] | None,
+        steps: int,
+        warmup: int,
+        rounds: int,
+        json: Path | None,
+        peak_tflops: float | None,
+        timeout: float,
+        **ignored: Any,
+    ) -> NoReturn:
+        """Run `titan bench`."""
+        variants = list(dict.fromkeys(["", *(compare or [])]))
+        with self._refusing(bench.BenchError):
+            plan = bench.Bench(self._as_fit(), variants, steps, warmup, rounds, timeout)
+            plan.check(self._parser("fit"))
+        outcomes = bench.collect(plan, sys.stderr)
+        sys.stdout.write("\n".join(bench.table(outcomes, peak_tflops)) + "\n")
+        if json is not None:
+            _write_json(json, bench.to_json(outcomes, peak_tflops))
+        sys.exit(1 if any(outcome.failure for outcome in outcomes) else 0)
+
+    def _as_fit(self) -> str:
+        """The configuration without the options of `bench`, in YAML."""
+        settings = self._as_given.clone()
+        parser = self._parser("fit")  # private; Lightning offers no other way to a subcommand's parser
+        known = set(parser.get_defaults().keys())
+        for option in list(settings.__dict__):
+            if option not in ("model", "data") and not any(key.split(".")[0] == option for key in known):
+                settings.pop(option)
+        settings.ckpt_path = None
+        return parser.dump(settings, skip_none=False)
 
     @contextmanager
     def _refusing(self, *errors: type[Exception]) -> Generator[None, None, None]:

@@ -57,3 +57,40 @@ class TrainerWithSubcommands(Trainer):
             weights_only: Accepted because `fit` has it.
         """
         raise NotImplementedError
+
+    def bench(
+        self,
+        model: LightningModule,
+        datamodule: LightningDataModule | None = None,
+        compare: list[str] | None = None,
+        steps: int = 20,
+        warmup: int = 5,
+        rounds: int = 1,
+        json: Path | None = None,
+        peak_tflops: float | None = None,
+        timeout: float = 1800.0,
+        ckpt_path: Any = None,
+        weights_only: bool | None = None,
+    ) -> None:
+        """Time the training of a configuration, and of variants of it in turn.
+
+        Validation, checkpoints, loggers and callbacks are left out. The table says for each: tokens (or samples) per
+        second over all ranks, the ratio to the first line, model-flops utilisation (of the dense bfloat16 peak), memory
+        of rank 0, milliseconds per optimizer step, the share of each part of it, and the seconds from the command to
+        the end of the first step. Exit status: 0, or 1 if a variant failed.
+
+        Args:
+            model: Given by the configuration.
+            datamodule: Given by the configuration.
+            compare: Variants, each some overrides in one string: '["data.init_args.batch_size=4",
+                "trainer.precision=bf16-true trainer.accumulate_grad_batches=2"]'.
+            steps: Optimizer steps to time in each run.
+            warmup: Steps before them.
+            rounds: How often each runs; the table has medians over all.
+            json: A file to write everything to.
+            peak_tflops: Operations per second of one device, in 1e12; by default what is known of the GPU's name.
+            timeout: Seconds that one run may take.
+            ckpt_path: Accepted because `fit` has it; the benchmark begins with initial weights.
+            weights_only: Accepted because `fit` has it.
+        """
+        raise NotImplementedError
