@@ -74,6 +74,12 @@ def scale_gradients(parameters: Iterable[nn.Parameter], factor: Tensor) -> None:
         torch._foreach_mul_(gradients, factor.to(device))
 
 
+def drop(parameters: Iterable[nn.Parameter]) -> None:
+    """Free the gradients."""
+    for parameter in parameters:
+        parameter.grad = None
+
+
 def _power_sum(gradients: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
     """Sum of |g|^p over local tensors, or their maximum for the infinity norm; float32 scalar on `device`."""
     if not gradients:

@@ -16,6 +16,7 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.utils._pytree import tree_map
 
+from titan_strategy.gradients import drop
 from titan_strategy.module import TitanModule
 from titan_strategy.pipeline_split import PipelineConfig
 from titan_strategy.tensor_parallel import whole
@@ -68,11 +69,6 @@ class Pipeline:
         """Whether this rank holds the last stage."""
         return self._num_stages - 1 in self._stages
 
-    def clear_gradients(self) -> None:
-        """Drop the gradients of the last optimizer step; Lightning does so only after `training_step`."""
-        for parameter in self._module.parameters():
-            parameter.grad = None
-
     def train(self, batch: Any) -> dict[str, Tensor]:
         """Forward and backward of one batch; gradients of the summed loss are set aside for `restore_gradients`.
 
@@ -103,7 +99,7 @@ class Pipeline:
             total = torch.stack([torch.stack(part).detach().double().sum() for part in (losses, counts)])
         total = self.from_last_stage(total)
         self._set_aside = {parameter: parameter.grad for parameter in self._module.parameters()}
-        self.clear_gradients()
+        drop(self._module.parameters())
         return {"loss": total[0] / total[1].clamp(min=1), "loss_sum": total[0], "token_count": total[1]}
 
     def restore_gradients(self) -> None:

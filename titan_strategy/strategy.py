@@ -297,10 +297,10 @@ class TitanStrategy(MeshStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         module, token_loss = self.lightning_module, self._token_loss
-        if isinstance(module, TitanModule) and module.pipeline is not None:
-            assert token_loss is not None
-            if token_loss.window_is_new:
-                module.pipeline.clear_gradients()
+        if token_loss is not None and token_loss.window_is_new:
+            assert module is not None
+            # Lightning does so after the forward pass, in which they would lie beside all activations.
+            gradients.drop(module.parameters())
         with self._loss_context():
             output = super().training_step(*args, **kwargs)
         if token_loss is None:

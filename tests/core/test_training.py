@@ -74,6 +74,36 @@ def test_one_reduction_of_each_unit_per_optimizer_step(rank_pool, accumulate: in
 # -- Metrics -----------------------------------------------------------------------------------------------------------
 
 
+class Forwards(Language):
+    """Notes before each forward pass whether there are gradients, and after each batch."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.found[-1] += (self._has_gradients(),)
+
+    def training_step(self, *args: Any) -> Any:
+        self.found.append((self._has_gradients(),))
+        return super().training_step(*args)
+
+    def _has_gradients(self) -> bool:
+        return any(parameter.grad is not None for parameter in self.parameters())
+
+
+def gradients_around_batches(accumulate: int) -> list[tuple[bool, bool]]:
+    module = Forwards(rows=24)
+    module.found = []
+    trainer(titan(), accumulate_grad_batches=accumulate, limit_val_batches=0).fit(module)
+    return module.found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_gradients_of_the_last_step_are_gone_in_the_next_forward(rank_pool, ranks: int, accumulate: int) -> None:
+    for found in rank_pool.run(gradients_around_batches, ranks, accumulate):
+        assert len(found) > accumulate
+        assert not any(before for before, _ in found[::accumulate])
+        assert all(after for _, after in found[accumulate - 1 :: accumulate])
+
+
 def test_token_mean_counts_beyond_float32() -> None:
     mean = TokenMean()
     for _ in range(3):
