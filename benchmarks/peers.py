@@ -45,7 +45,7 @@ def run(side: str, case: str, steps: int, torchtitan: Path | None) -> dict[str, 
         text=True,
     )
     if done.returncode:
-        return {"error": done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]}
+        return {"error": [*done.stderr.strip().splitlines()[-20:], f"exit code {done.returncode}"]}
     result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return result
 
@@ -81,7 +81,7 @@ def main() -> None:
             for side in sides:
                 runs[side].append(run(side, case, options.steps, options.torchtitan))
                 if "error" in runs[side][-1]:
-                    print(f"{case:16} {side:12} {runs[side][-1]['error']}", flush=True)
+                    print(f"{case:16} {side:12} did not run:", *runs[side][-1]["error"], sep="\n    ", flush=True)
         table = tabulate(case, runs)
         result["cases"][case] = {"settings": CASES[case].describe(), "table": table, "runs": runs}
         options.output.write_text(json.dumps(result, indent=1))  # what is done is kept if the next case fails

@@ -27,6 +27,8 @@ CASES: dict[str, tuple[str, int, list[str]]] = {
     "1b-selective": ("1B", 2, _SELECTIVE),
     "1b-float8": ("1B", 2, [*_SELECTIVE, *_FLOAT8]),
     "8b-full": ("8B", 1, ["--activation_checkpoint.mode", "full"]),
+    "8b-selective": ("8B", 1, _SELECTIVE),
+    "8b": ("8B", 1, ["--activation_checkpoint.mode", "none"]),
 }
 
 marks: list[torch.cuda.Event] = []
