@@ -288,6 +288,12 @@ class TitanStrategy(MeshStrategy):
     # -- Training ------------------------------------------------------------------------------------------------------
 
     @override
+    def on_train_start(self) -> None:
+        if self._token_loss is not None:
+            self._token_loss.reset()
+        self._parameters_changed()
+
+    @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self._pending_rng is not None:
             # Only now: starting the loaders has drawn from the global generators since the checkpoint was read.
@@ -369,23 +375,7 @@ class TitanStrategy(MeshStrategy):
 
     # Whoever loads weights or takes averaged ones for an evaluation does so in hooks that come before these.
 
-    @override
-    def on_train_start(self) -> None:
-        if self._token_loss is not None:
-            self._token_loss.reset()
-        self._parameters_changed()
-
-    @override
-    def on_validation_start(self) -> None:
-        self._parameters_changed()
-
-    @override
-    def on_test_start(self) -> None:
-        self._parameters_changed()
-
-    @override
-    def on_predict_start(self) -> None:
-        self._parameters_changed()
+    on_validation_start = on_test_start = on_predict_start = _parameters_changed
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -399,16 +389,14 @@ class TitanStrategy(MeshStrategy):
 
     @override
     def on_validation_end(self) -> None:
-        reshard(self._roots())  # whoever looks at the parameters next finds the shards, in their storage dtype
+        self._free_gathered()
         self._parameters_changed()  # averaged weights have been put away again
 
-    @override
-    def on_test_end(self) -> None:
+    def _free_gathered(self) -> None:
+        """Whoever looks at the parameters next finds the shards, in their storage dtype."""
         reshard(self._roots())
 
-    @override
-    def on_predict_end(self) -> None:
-        reshard(self._roots())
+    on_test_end = on_predict_end = _free_gathered
 
     # -- Saving --------------------------------------------------------------------------------------------------------
 
