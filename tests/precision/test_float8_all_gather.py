@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from models import MoEConfig
 from precision_plugins import ActivationCheckpointing, CompileConfig, Float8Precision
 from precision_plugins.float8 import float8_linear, round_to_float8, scale_of
 from precision_plugins.float8_weight import Float8Weight
@@ -34,6 +35,7 @@ from tests.rank_pool import ExternalRanks
 from titan_strategy import TitanStrategy
 
 RUN = Run(dim=64, ffn_dim=128, layers=2, microbatches=4, accumulate=2, optimizer="adamw", clip=0.5)
+EXPERTS = MoEConfig(num_experts=4, top_k=2, expert_dim=64, shared_dim=64, interval=2)
 SHARD_2 = Layout(2)
 TENSOR_2, PIPELINE_2, REPLICATE_2 = (
     {f"{axis}_parallel{size}": 2}
@@ -82,13 +84,14 @@ MIXED, FULL, LOW = ({"precision": name} for name in ("bf16-mixed", "32-true", "b
         (Layout(4, REPLICATE_2), MIXED),
         (Layout(4, TENSOR_2), {"compile": CompileConfig("aot_eager")}),
         (Layout(4, PIPELINE_2), MIXED),
+        (Layout(2, {"expert_parallel_size": 2}), MIXED),
     ],
-    ids=["mixed", "full", "low", "selective", "replicate2-shard2", "tp2-shard2-compiled", "pp2-shard2"],
+    ids=["mixed", "full", "low", "selective", "replicate2-shard2", "tp2-shard2-compiled", "pp2-shard2", "ep2"],
 )
 def test_has_the_bits_of_gathering_in_the_compute_dtype(
     rank_pool, tmp_path: Path, layout: Layout, plugin_options: dict[str, Any]
 ) -> None:
-    run = replace(RUN, frozen=layout is SHARD_2)
+    run = replace(RUN, frozen=layout is SHARD_2, moe=EXPERTS if "expert_parallel_size" in layout.options else None)
     off, on = (
         rank_pool.run(train, layout.ranks, run, layout.options, {**plugin_options, "float8_all_gather": on}, tmp_path)
         for on in (False, True)
