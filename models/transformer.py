@@ -49,14 +49,16 @@ class Transformer(nn.Module):
         self.norm = nn.RMSNorm(config.dim, config.norm_eps)
         self.output = output
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
         """Compute logits.
 
         Args:
             tokens: Token ids, (batch, seq); on a later pipeline stage the hidden states, (batch, seq, dim).
+            labels: Passed on to a head that computes the loss itself; see `models.chunked_loss`.
 
         Returns:
-            Logits (batch, seq, vocab_size) in the weights' dtype; the hidden states on an earlier pipeline stage.
+            Logits (batch, seq, vocab_size) in the weights' dtype; the hidden states on an earlier pipeline stage; with
+            labels the sum of the loss.
 
         Raises:
             ValueError: If seq exceeds `config.max_sequence_length`.
@@ -69,7 +71,9 @@ class Transformer(nn.Module):
         for block in self.layers.values():
             x = block(x, self.rope.cos, self.rope.sin)
         x = x if self.norm is None else self.norm(x)
-        return x if self.output is None else self.output(x)
+        if self.output is None:
+            return x
+        return self.output(x) if labels is None else self.output(x, labels)
 
     def parallel_plan(self) -> ParallelPlan:
         """How the model can be split, in names relative to it."""

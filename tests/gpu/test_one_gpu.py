@@ -115,3 +115,46 @@ def test_checkpoint_resumes_bitwise(tmp_path) -> None:
     again.validate(module, ckpt_path=path)
     for name, value in full_parameters(module).items():
         assert torch.equal(value.cpu(), whole["final"][name]), name
+
+
+class NoWaiting(pl.Callback):
+    """Makes it an error that the host waits for the GPU, in every step but the first ones."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch, batch_idx: int) -> None:
+        if batch_idx >= 2:
+            torch.cuda.set_sync_debug_mode("error")
+
+    def on_train_batch_end(self, *args: object) -> None:
+        torch.cuda.set_sync_debug_mode("default")
+        self.steps += 1
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_host_does_not_wait_within_a_step(tmp_path, accumulate: int) -> None:
+    run = Run(microbatches=6, accumulate=accumulate, clip=0.5, optimizer="adamw")
+    callback = NoWaiting()
+    trainer = pl.Trainer(
+        accelerator="gpu",
+        devices=1,
+        strategy=TitanStrategy(seed=7, precision_plugin=TitanPrecision("bf16-mixed")),
+        max_epochs=1,
+        accumulate_grad_batches=accumulate,
+        gradient_clip_val=run.clip,
+        callbacks=[callback],
+        default_root_dir=tmp_path,
+        use_distributed_sampler=False,
+        logger=False,
+        limit_val_batches=0,
+        log_every_n_steps=1000,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+    )
+    try:
+        trainer.fit(Module(run))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert callback.steps == run.microbatches
