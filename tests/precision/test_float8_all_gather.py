@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.utils.data import DataLoader
 
 from models import MoEConfig
@@ -60,15 +61,18 @@ def counted_gathers() -> Iterator[list[int]]:
 
 def train(
     run: Run, options: dict[str, Any], plugin_options: dict[str, Any], folder: Path
-) -> tuple[Trace, int, dict[str, str]]:
-    """The numbers of a run, the bytes that this rank sent with gathers, and what the manifest says of each module."""
+) -> tuple[Trace, int, dict[str, str], int]:
+    """The numbers of a run, the bytes that this rank sent, the recipes in the manifest, and the number of graphs."""
+    torch.compiler.reset()
+    counters.clear()
     plugin, recorder = Float8Precision(emulate=True, **plugin_options), Recorder()
     with counted_gathers() as sent:
         module = fit(run, options, Module, plugin, callbacks=[recorder], default_root_dir=folder)
     assert plugin.manifest is not None
     metrics = {name: value.item() for name, value in module.trainer.callback_metrics.items()}
     trace = recorder.trace | {"final": full_parameters(module), "metrics": metrics}
-    return trace, sum(sent), {entry.name: entry.recipe or "" for entry in plugin.manifest.entries}
+    recipes = {entry.name: entry.recipe or "" for entry in plugin.manifest.entries}
+    return trace, sum(sent), recipes, counters["stats"]["unique_graphs"]
 
 
 MIXED, FULL, LOW = ({"precision": name} for name in ("bf16-mixed", "32-true", "bf16-true"))
@@ -96,7 +100,8 @@ def test_has_the_bits_of_gathering_in_the_compute_dtype(
         rank_pool.run(train, layout.ranks, run, layout.options, {**plugin_options, "float8_all_gather": on}, tmp_path)
         for on in (False, True)
     )
-    for (expected, bytes_off, _), (trace, bytes_on, manifest) in zip(off, on, strict=True):
+    for (expected, bytes_off, _, graphs_off), (trace, bytes_on, manifest, graphs) in zip(off, on, strict=True):
+        assert graphs == graphs_off
         assert 0 < bytes_on < bytes_off
         torch.testing.assert_close(trace, expected, rtol=0, atol=0)
         assert manifest["model.layers.0.attention.wo"] == "float8 tensorwise (emulated), gathered in Float8"
