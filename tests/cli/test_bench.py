@@ -1,8 +1,13 @@
 """`titan bench`: times what it says, and reports what does not run."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -90,6 +95,42 @@ def test_a_run_that_does_not_end_is_ended(bench: Bench) -> None:
     assert status == 1
     assert output.splitlines()[-1] == "as configured: failed: no end within 0.5 s"
     assert time.monotonic() - started < 20
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_benchmark_leaves_no_process(tmp_path: Path, number: int, status: int) -> None:
+    root = str(Path(__file__).parents[2])
+    endless = ["--trainer.accelerator=cpu", "--trainer.devices=2", "--trainer.strategy=titan", "--steps=1000000"]
+    program = [sys.executable, "-m", "titan_strategy", "bench", *endless]
+    program += ["--model=tests.cli.modules.SmallModule", "--data=tests.cli.modules.SmallData"]
+    process = subprocess.Popen(
+        program, cwd=tmp_path, env=os.environ | {"PYTHONPATH": root, "TMPDIR": str(tmp_path)}, stderr=subprocess.PIPE
+    )
+    try:
+        _wait_until(lambda: len(_running(str(tmp_path))) >= 2)
+        process.send_signal(number)
+        assert process.wait(60) == status
+        _wait_until(lambda: not _running(str(tmp_path)))
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def _running(word: str) -> list[int]:
+    """Processes of ours with this word on their command line."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if word in (folder / "cmdline").read_text():
+                found.append(int(folder.name))
+    return found
+
+
+def _wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 @pytest.mark.parametrize(

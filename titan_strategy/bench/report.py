@@ -22,19 +22,17 @@ class Outcome:
     failure: list[str] = field(default_factory=list)
 
 
-def collect(bench: Bench, progress: TextIO) -> list[Outcome]:
-    """Run everything, with a line for each run on `progress`."""
-    outcomes = {variant: Outcome(variant) for variant in bench.variants}
+def collect(bench: Bench, outcomes: Sequence[Outcome], progress: TextIO) -> None:
+    """Run everything, into the outcomes of its variants, with a line for each run on `progress`."""
+    of_variants = {outcome.variant: outcome for outcome in outcomes}
     for variant, result in bench.run():
-        outcome = outcomes[variant]
         if isinstance(result, Timing):
-            outcome.runs.append(result)
+            of_variants[variant].runs.append(result)
             progress.write(f"{_name(variant)}: {_rate(result):,.1f} {result.unit}/s\n")
         else:
-            outcome.failure.extend(result)
+            of_variants[variant].failure.extend(result)
             progress.write("\n  ".join([f"{_name(variant)} failed:", *result]) + "\n")
         progress.flush()
-    return list(outcomes.values())
 
 
 def summary(outcome: Outcome, peak_tflops: float | None) -> dict[str, Any]:
@@ -61,7 +59,7 @@ def summary(outcome: Outcome, peak_tflops: float | None) -> dict[str, Any]:
 
 
 def table(outcomes: Sequence[Outcome], peak_tflops: float | None) -> list[str]:
-    """Lines for the terminal: a head, and one for each variant. Ratios are to the first that ran."""
+    """Lines for the terminal: a head, and one for each variant that ran or failed. Ratios are to the first that ran."""
     said = {outcome.variant: summary(outcome, peak_tflops) for outcome in outcomes if outcome.runs}
     base = next(iter(said.values()))["per_second"] if said else 0.0
     unit = next(iter(said.values()))["unit"] if said else "tokens"
@@ -81,7 +79,7 @@ def table(outcomes: Sequence[Outcome], peak_tflops: float | None) -> list[str]:
             )
         )
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = [_line(row, widths) for row in rows]
+    lines = [_line(row, widths) for row in rows] if said else []
     return lines + [f"{_name(o.variant)}: failed: {_reason(o.failure)}" for o in outcomes if o.failure]
 
 

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,6 @@ def _call(command: Sequence[str], output: Any, timeout: float) -> int | None:
     except subprocess.TimeoutExpired:
         return None
     finally:
-        if process.poll() is None:
+        with suppress(ProcessLookupError):  # all are gone; or its other ranks are left, whether it has ended or not
             os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        process.wait()

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Generator
@@ -170,11 +171,19 @@ class TitanCLI(LightningCLI):
         with self._refusing(bench.BenchError):
             plan = bench.Bench(self._as_fit(), variants, steps, warmup, rounds, timeout)
             plan.check(self._parser("fit"))
-        outcomes = bench.collect(plan, sys.stderr)
+        outcomes = [bench.Outcome(variant) for variant in variants]
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # by default nothing is cleaned up
+        interrupted = False
+        try:
+            bench.collect(plan, outcomes, sys.stderr)
+        except KeyboardInterrupt:
+            interrupted = True
+            sys.stderr.write("titan bench: interrupted; what has run until now:\n")
         sys.stdout.write("\n".join(bench.table(outcomes, peak_tflops)) + "\n")
         if json is not None:
             _write_json(json, bench.to_json(outcomes, peak_tflops))
-        sys.exit(1 if any(outcome.failure for outcome in outcomes) else 0)
+        failed = any(outcome.failure for outcome in outcomes)
+        sys.exit(128 + signal.SIGINT if interrupted else int(failed))
 
     def _as_fit(self) -> str:
         """The configuration without the options of `bench`, in YAML."""
