@@ -104,7 +104,12 @@ def test_an_interrupted_benchmark_leaves_no_process(tmp_path: Path, number: int,
     program = [sys.executable, "-m", "titan_strategy", "bench", *endless]
     program += ["--model=tests.cli.modules.SmallModule", "--data=tests.cli.modules.SmallData"]
     process = subprocess.Popen(
-        program, cwd=tmp_path, env=os.environ | {"PYTHONPATH": root, "TMPDIR": str(tmp_path)}, stderr=subprocess.PIPE
+        program,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": root, "TMPDIR": str(tmp_path)},
+        stderr=subprocess.PIPE,
+        # A shell starts what it runs in the background, such as this suite, with SIGINT ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         _wait_until(lambda: len(_running(str(tmp_path))) >= 2)
